@@ -48,8 +48,8 @@ quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoi
 
 CURRENT_TESTS := $(addprefix tests/unit/,certify checkpoint convert embedded models parallel plan policy training) \
 	$(addprefix tests/distributed/policy/,test_policy_models.py test_family_logits.py test_plan_exact.py) \
-	tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_conversion.py \
-	tests/integration/test_quickstart.py
+	tests/distributed/checkpoint/test_run_checkpoint.py tests/distributed/convert/test_convert.py \
+	tests/integration/examples/quickstart/test_run.py
 TEST_TOOLS := install-dev install-sglang install-slurm install-sandbox
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores

@@ -1,4 +1,7 @@
-"""Copies the top-level folders that the package reads into a wheel. Everything else is in pyproject.toml."""
+"""Copies the top-level folders that the package reads into a wheel.
+
+Everything else is in pyproject.toml.
+"""
 
 from pathlib import Path
 from shutil import copytree

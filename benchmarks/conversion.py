@@ -1,10 +1,12 @@
-"""Conversion of a synthetic Qwen3 in both directions, beside `cp` + fsync of the same bytes in the same run.
+"""Conversion of a synthetic Qwen3 in both directions, beside `cp` + fsync of the same bytes in the
+same run.
 
     python benchmarks/conversion.py --shape 8B --work /path/with/space [--json out.json]
 
-Prints seconds, GB/s, the share of cp's speed, and the peak anonymous memory of each conversion. The source is removed
-from the file cache before every stage. Needs disk space of twice the model's bytes. Compares the digests of the tensors
-before and after the round trip; each stage is deleted after its check.
+Prints seconds, GB/s, the share of cp's speed, and the peak anonymous memory of each conversion. The
+source is removed from the file cache before every stage. Needs disk space of twice the model's
+bytes. Compares the digests of the tensors before and after the round trip; each stage is deleted
+after its check.
 """
 
 from __future__ import annotations
@@ -26,8 +28,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "14B": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
     "4B": {
         "hidden_size": 2560,
         "intermediate_size": 9728,
@@ -97,10 +109,13 @@ def make_model(folder: Path, shape: str, *, seed: int = 0) -> int:
     with HfFolderWriter(folder, infos, max_shard_bytes=5 * 10**9) as writer:
         for number, info in enumerate(infos):
             count = info.nbytes // 2
-            # A different offset for each tensor, so that two swapped tensors of one shape are detected.
+            # A different offset for each tensor, so that two swapped tensors of one shape are
+            # detected.
             start = (number * 7919) % 4096
             repeated = (
-                noise[start:].repeat(count // (len(noise) - start) + 1) if count > len(noise) - start else noise[start:]
+                noise[start:].repeat(count // (len(noise) - start) + 1)
+                if count > len(noise) - start
+                else noise[start:]
             )
             writer.put(info.name, repeated[:count].reshape(info.shape))
         writer.finish(source)
@@ -170,9 +185,13 @@ def run(shape: str, work: Path) -> dict[str, Any]:
         stages.append(Stage(name, seconds, num_bytes / 1e9 / seconds, 1.0, None))
         return seconds
 
-    def converted(name: str, script: str, source: Path, arguments: Sequence[str], cp_s: float) -> None:
+    def converted(
+        name: str, script: str, source: Path, arguments: Sequence[str], cp_s: float
+    ) -> None:
         forget(source)
-        seconds, peak = run_measured([sys.executable, str(ROOT / "conversion" / script), *arguments])
+        seconds, peak = run_measured(
+            [sys.executable, str(ROOT / "conversion" / script), *arguments]
+        )
         stages.append(Stage(name, seconds, num_bytes / 1e9 / seconds, cp_s / seconds, peak))
 
     cp_s = copied(hf, "cp of the HF folder + fsync")
@@ -200,7 +219,8 @@ def run(shape: str, work: Path) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
-        f"Qwen3 {result['shape']}: {result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, {result['host']}; "
+        f"Qwen3 {result['shape']}: {result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, "
+        f"{result['host']}; "
         f"identical after the round trip: {result['identical_after_round_trip']}",
         "",
         "| stage | s | GB/s | of cp | peak anonymous MiB |",
@@ -210,15 +230,20 @@ def table(result: dict[str, Any]) -> str:
         peak = stage["peak_anonymous_bytes"]
         memory = "" if peak is None else f"{peak / 2**20:.0f}"
         lines.append(
-            f"| {stage['name']} | {stage['seconds']:.1f} | {stage['gb_per_s']:.3f} | {stage['share_of_cp']:.2f} | {memory} |"
+            f"| {stage['name']} | {stage['seconds']:.1f} | {stage['gb_per_s']:.3f} | "
+            f"{stage['share_of_cp']:.2f} | {memory} |"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.6B")
-    parser.add_argument("--work", type=Path, required=True, help="an empty or new folder; deleted afterwards")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="an empty or new folder; deleted afterwards"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

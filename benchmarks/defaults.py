@@ -1,15 +1,18 @@
 """Measures settings of each objective on the quickstart's task, as the reason for the defaults.
 
     python benchmarks/defaults.py pacs grpo sft --seeds 0 1 --log defaults.jsonl
-    python benchmarks/defaults.py pacs examples/objectives/*.yaml --seeds 0 1 2 3 4 --only '{}' --log objectives.jsonl
+    python benchmarks/defaults.py pacs examples/objectives/*.yaml --seeds 0 1 2 3 4 --only '{}'
+    --log objectives.jsonl
 
-An objective is a name with a grid below, or a configuration, which keeps its own values but for `--only`. Every run
-starts from the seed's warm start (one for all settings), takes 25 steps of 16 prompts x 8 samples on one rank with one
-thread, and evaluates before and after: 96 held-out problems, 8 draws each. `sft` repeats the warm start itself. One line
-of JSON a run goes to the log; runs that the log has are skipped. At the end a table of the whole log: means with Student's
-95 % intervals over seeds (with `--best-of` also the differences of pass@1 to PACS on the same seeds). `--task partial` takes
-the study's second task instead (benchmarks/tasks.py); its lines also have the sampled tokens of every step and the diversity
-of the correct responses before and after, and a last table has the steps and tokens to 0.9 of the ceiling.
+An objective is a name with a grid below, or a configuration, which keeps its own values but for
+`--only`. Every run starts from the seed's warm start (one for all settings), takes 25 steps of 16
+prompts x 8 samples on one rank with one thread, and evaluates before and after: 96 held-out
+problems, 8 draws each. `sft` repeats the warm start itself. One line of JSON a run goes to the log;
+runs that the log has are skipped. At the end a table of the whole log: means with Student's 95 %
+intervals over seeds (with `--best-of` also the differences of pass@1 to PACS on the same seeds).
+`--task partial` takes the study's second task instead (benchmarks/tasks.py); its lines also have
+the sampled tokens of every step and the diversity of the correct responses before and after, and a
+last table has the steps and tokens to 0.9 of the ceiling.
 """
 
 from __future__ import annotations
@@ -31,7 +34,12 @@ from benchmarks.tasks import TASKS
 from examples.quickstart.run import make_inputs
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
-from pacs_megatron.workbench.diversity import HASHED, load_embedder, question_scores, question_vectors
+from pacs_megatron.workbench.diversity import (
+    HASHED,
+    load_embedder,
+    question_scores,
+    question_vectors,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 Setting = dict[str, Any]
@@ -65,7 +73,10 @@ def settings(objective: str) -> list[Setting]:
     return [
         *(PACS | {"clip": clip, "lr": lr} for lr in (1e-4, 2e-4, 4e-4) for clip in (0.0, 1.0)),
         *(PACS | {"clip": clip, "lr": 2e-4, "updates": 1} for clip in (0.0, 1.0)),
-        *(PACS | change for change in ({"updates": 4}, {"weighting": "none"}, {"beta": 3.0}, {"beta": 0.3})),
+        *(
+            PACS | change
+            for change in ({"updates": 4}, {"weighting": "none"}, {"beta": 3.0}, {"beta": 0.3})
+        ),
         PACS | {"lr": 2e-4, "updates": 1, "reference": "frozen"},
     ]
 
@@ -77,10 +88,22 @@ def overrides(objective: str, setting: Setting) -> list[str]:
 
 def train(name: str, folder: Path, config: str, *changes: str) -> Path:
     """Runs one rank to its end and returns its folder."""
-    command = [sys.executable, "-m", "pacs_megatron.training.main", str(ROOT / "configs" / "runs" / config)]
-    common = (f"run.dir={folder}/runs", f"run.name={name}", "parallel.tp=1", "logging.tensorboard=false")
+    command = [
+        sys.executable,
+        "-m",
+        "pacs_megatron.training.main",
+        str(ROOT / "configs" / "runs" / config),
+    ]
+    common = (
+        f"run.dir={folder}/runs",
+        f"run.name={name}",
+        "parallel.tp=1",
+        "logging.tensorboard=false",
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *common, *changes], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *common, *changes], env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{name}: {done.stderr[-2000:]}")
     return folder / "runs" / name
@@ -94,8 +117,12 @@ def warm_start(seed: int, folder: Path, name: str, *changes: str, task: str = "q
     return train(name, folder, "quickstart-warmstart.yaml", *own, *changes)
 
 
-def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: str = "quickstart") -> dict[str, Any]:
-    name = "-".join([Path(objective).stem, *(f"{key}{value}" for key, value in setting.items()), f"seed{seed}"])
+def measure(
+    objective: str, setting: Setting, seed: int, folder: Path, *, task: str = "quickstart"
+) -> dict[str, Any]:
+    name = "-".join(
+        [Path(objective).stem, *(f"{key}{value}" for key, value in setting.items()), f"seed{seed}"]
+    )
     begin = time.monotonic()
     found: dict[str, Any] = {}
     if objective == "sft":
@@ -109,7 +136,10 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: 
             folder,
             str(Path(objective).resolve()) if objective.endswith(".yaml") else "quickstart.yaml",
             *(f"run.seed={seed}", f"model.path={folder}/runs/warm-{seed}/hf", "run.steps=25"),
-            *(f"data.train.path={data}/train.json", f"evaluation.benchmarks.0.path={data}/test.json"),
+            *(
+                f"data.train.path={data}/train.json",
+                f"evaluation.benchmarks.0.path={data}/test.json",
+            ),
             *("evaluation.every=null", "checkpoint.every=null"),
             *overrides(objective, setting),
         )
@@ -121,8 +151,12 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: 
         found["rewards"] = [row["reward/mean"] for row in steps]
         if task != "quickstart":
             found["tokens"] = [round(float(row["response/tokens"] or 0)) for row in steps]
-            found["diversity"] = [diversity(rollout_path(run_dir, step, "eval")) for step in (0, len(steps))]
-    norms = sorted(float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row)
+            found["diversity"] = [
+                diversity(rollout_path(run_dir, step, "eval")) for step in (0, len(steps))
+            ]
+    norms = sorted(
+        float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row
+    )
     found["norm"] = [norms[0], statistics.median(norms), norms[-1]]
     return {
         **({} if task == "quickstart" else {"task": task}),
@@ -135,7 +169,8 @@ def measure(objective: str, setting: Setting, seed: int, folder: Path, *, task: 
 
 
 def diversity(evaluation: Path) -> float | None:
-    """Mean over problems of the mean of 1 - cos over pairs of correct responses, in hashed n-grams of characters.
+    """Mean over problems of the mean of 1 - cos over pairs of correct responses, in hashed n-grams
+    of characters.
 
     None if no problem has two.
     """
@@ -170,18 +205,33 @@ def _by_setting(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line of Markdown for each setting; intervals are Student's 95 % over seeds. Norm: the median of each run."""
+    """A line of Markdown for each setting; intervals are Student's 95 % over seeds.
+
+    Norm: the median of each run.
+    """
     lines = [
-        "| objective | setting | seeds | start | pass@1 | 95 % interval | rise | pass@8 | entropy | norm | diversity |",
+        "| objective | setting | seeds | start | pass@1 | 95 % interval | rise | pass@8 | entropy "
+        "| norm | diversity |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (objective, setting), found in _by_setting([row for row in rows if "pass@1" in row]).items():
+    for (objective, setting), found in _by_setting(
+        [row for row in rows if "pass@1" in row]
+    ).items():
         if len(found) > 1:
-            starts, means = [row["start"] for row in found], [row["pass@1"] for row in found]
+            starts = [row["start"] for row in found]
+            means = [row["pass@1"] for row in found]
             mean, low, high = interval(means)
-            _, least, most = interval([end - start for start, end in zip(starts, means, strict=True)])
+            _, least, most = interval(
+                [end - start for start, end in zip(starts, means, strict=True)]
+            )
             cells = [
-                *(objective, setting, str(len(found)), f"{statistics.mean(starts):.3f}", f"{mean:.3f}"),
+                *(
+                    objective,
+                    setting,
+                    str(len(found)),
+                    f"{statistics.mean(starts):.3f}",
+                    f"{mean:.3f}",
+                ),
                 *(f"{low:.3f} to {high:.3f}", f"{least:+.3f} to {most:+.3f}"),
                 "{:.3f} [{:.3f}, {:.3f}]".format(*interval([row["pass@8"][-1] for row in found])),
                 "{:.3f} [{:.3f}, {:.3f}]".format(*interval([row["entropy"][-1] for row in found])),
@@ -202,15 +252,28 @@ def _diversities(rows: list[dict[str, Any]]) -> str:
 
 
 def differences(rows: list[dict[str, Any]], base: str = "pacs") -> list[str]:
-    """A line of Markdown for each other objective: pass@1 less that of `base` on the same seeds, with its interval."""
+    """A line of Markdown for each other objective: pass@1 less that of `base` on the same seeds,
+    with its interval.
+    """
     groups = _by_setting([row for row in rows if "pass@1" in row])
-    of_base = {row["seed"]: row["pass@1"] for (name, _), found in groups.items() if name == base for row in found}
-    lines = ["", f"| objective | seeds | pass@1 less that of {base} | 95 % interval |", "|---|---|---|---|"]
+    of_base = {
+        row["seed"]: row["pass@1"]
+        for (name, _), found in groups.items()
+        if name == base
+        for row in found
+    }
+    lines = [
+        "",
+        f"| objective | seeds | pass@1 less that of {base} | 95 % interval |",
+        "|---|---|---|---|",
+    ]
     for (objective, _), found in groups.items():
         pairs = [row["pass@1"] - of_base[row["seed"]] for row in found if row["seed"] in of_base]
         if objective != base and len(pairs) > 1:
             mean, low, high = interval(pairs)
-            lines.append(f"| {objective} | {len(pairs)} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |")
+            lines.append(
+                f"| {objective} | {len(pairs)} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |"
+            )
     return lines
 
 
@@ -227,7 +290,9 @@ def best(objective: str, log: Path) -> Setting:
 
 
 def reached(row: dict[str, Any], target: float) -> tuple[int, int] | None:
-    """(step, tokens sampled until then) at which the mean reward of three steps is at least `target`."""
+    """(step, tokens sampled until then) at which the mean reward of three steps is at least
+    `target`.
+    """
     rewards = row["rewards"]
     for step in range(3, len(rewards) + 1):
         if statistics.mean(rewards[step - 3 : step]) >= target:
@@ -236,16 +301,21 @@ def reached(row: dict[str, Any], target: float) -> tuple[int, int] | None:
 
 
 def speeds(rows: list[dict[str, Any]]) -> list[str]:
-    """A line of Markdown for each setting: steps and thousands of tokens to 0.9 of the ceiling, by seed.
+    """A line of Markdown for each setting: steps and thousands of tokens to 0.9 of the ceiling, by
+    seed.
 
-    The ceiling is the best mean pass@1 of a setting in the log. A run that does not reach the target is shown as `>`
-    and all that it had: it is censored, not dropped.
+    The ceiling is the best mean pass@1 of a setting in the log. A run that does not reach the
+    target is shown as `>` and all that it had: it is censored, not dropped.
     """
     groups = _by_setting([row for row in rows if "tokens" in row])
     if not groups:
         return []
     target = 0.9 * max(statistics.mean(row["pass@1"] for row in found) for found in groups.values())
-    lines = ["", f"| objective | setting | steps to {target:.3f} | thousands of tokens |", "|---|---|---|---|"]
+    lines = [
+        "",
+        f"| objective | setting | steps to {target:.3f} | thousands of tokens |",
+        "|---|---|---|---|",
+    ]
     for (objective, setting), found in groups.items():
         cells: list[tuple[str, str]] = []
         for row in found:
@@ -265,8 +335,12 @@ def main() -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--folder", type=Path, help="keep warm starts and runs here")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", type=json.loads, nargs="+", help="these settings, as JSON, instead of the grid")
-    parser.add_argument("--best-of", type=Path, help="the best setting of each objective in this log, for all seeds")
+    parser.add_argument(
+        "--only", type=json.loads, nargs="+", help="these settings, as JSON, instead of the grid"
+    )
+    parser.add_argument(
+        "--best-of", type=Path, help="the best setting of each objective in this log, for all seeds"
+    )
     parser.add_argument("--task", choices=sorted(TASKS), default="quickstart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
@@ -274,21 +348,35 @@ def main() -> int:
         if options.task != "quickstart":
             folder /= options.task
         if options.objectives != ["sft"]:
-            list(pool.map(lambda seed: warm_start(seed, folder, f"warm-{seed}", task=options.task), options.seeds))
-        known = [json.loads(line) for line in options.log.read_text().splitlines()] if options.log.exists() else []
+            list(
+                pool.map(
+                    lambda seed: warm_start(seed, folder, f"warm-{seed}", task=options.task),
+                    options.seeds,
+                )
+            )
+        known = (
+            [json.loads(line) for line in options.log.read_text().splitlines()]
+            if options.log.exists()
+            else []
+        )
         jobs = [
             (objective, setting, seed)
             for objective in options.objectives
             for setting in (
-                [best(objective, options.best_of)] if options.best_of else options.only or settings(objective)
+                [best(objective, options.best_of)]
+                if options.best_of
+                else options.only or settings(objective)
             )
             for seed in options.seeds
             if not any(
-                _setting(row) == setting and _who(row) == (options.task, Path(objective).stem, seed) for row in known
+                _setting(row) == setting and _who(row) == (options.task, Path(objective).stem, seed)
+                for row in known
             )
         ]
         with options.log.open("a") as log:
-            for row in pool.map(lambda job: measure(job[0], job[1], job[2], folder, task=options.task), jobs):
+            for row in pool.map(
+                lambda job: measure(job[0], job[1], job[2], folder, task=options.task), jobs
+            ):
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 print(row, flush=True)

@@ -1,12 +1,14 @@
-"""The log-prob head beside plain logits: seconds, peak memory and bytes moved of one forward and backward pass.
+"""The log-prob head beside plain logits: seconds, peak memory and bytes moved of one forward and
+backward pass.
 
     python benchmarks/head.py            the CPU, or the first GPU with torch's CUDA build
 
-Cases: `plain` (all logits, log_softmax, autograd), `backward` (the head, logits computed again in the backward pass),
-`forward` (the head, gradients in the forward pass) and `fp32` (`forward` with `precision.head: fp32`). `tensor GB` are
-the bytes of all tensors that torch's operators read and write, which bounds the memory traffic of code without fused
-kernels. Peak and bytes: each case in its own process. Seconds: all cases in one process, one after the other in every
-round, one thread, CPU time on a CPU; medians over the rounds, and the median of each round's ratio to its own `plain`.
+Cases: `plain` (all logits, log_softmax, autograd), `backward` (the head, logits computed again in
+the backward pass), `forward` (the head, gradients in the forward pass) and `fp32` (`forward` with
+`precision.head: fp32`). `tensor GB` are the bytes of all tensors that torch's operators read and
+write, which bounds the memory traffic of code without fused kernels. Peak and bytes: each case in
+its own process. Seconds: all cases in one process, one after the other in every round, one thread,
+CPU time on a CPU; medians over the rounds, and the median of each round's ratio to its own `plain`.
 """
 
 import argparse
@@ -50,9 +52,13 @@ class TensorBytes(TorchDispatchMode):
 
 def loss_of(case: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """One forward pass: the sum of coefficients times log-probs."""
-    hidden, weight, targets, coefficient = (inputs[name] for name in ("hidden", "weight", "targets", "coefficient"))
+    hidden, weight, targets, coefficient = (
+        inputs[name] for name in ("hidden", "weight", "targets", "coefficient")
+    )
     if case == "plain":
-        logprobs = F.log_softmax(F.linear(hidden, weight).float(), -1).gather(1, targets[:, None])[:, 0]
+        logprobs = F.log_softmax(F.linear(hidden, weight).float(), -1).gather(1, targets[:, None])[
+            :, 0
+        ]
     else:
         logprobs, _ = head.token_logprobs(
             hidden.float() if case == "fp32" else hidden,
@@ -60,7 +66,9 @@ def loss_of(case: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             targets,
             vocab_size=weight.shape[0],
             group=dist.group.WORLD,
-            loss_gradient=None if case == "backward" else lambda rows, *_: (coefficient[rows], None),
+            loss_gradient=None
+            if case == "backward"
+            else lambda rows, *_: (coefficient[rows], None),
         )
     return (logprobs * coefficient).sum()
 
@@ -75,7 +83,9 @@ def _inputs(sizes: tuple[int, int, int], port: int) -> dict[str, torch.Tensor]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {
         "hidden": torch.randn(tokens, hidden_size, device=device).to(dtype).requires_grad_(True),
-        "weight": (torch.randn(vocab, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_(True),
+        "weight": (torch.randn(vocab, hidden_size, device=device) / hidden_size**0.5)
+        .to(dtype)
+        .requires_grad_(True),
         "targets": torch.randint(vocab, (tokens,), device=device),
         "coefficient": torch.randn(tokens, device=device),
     }
@@ -137,32 +147,47 @@ def _in_process(target: Callable[..., None], *args: Any) -> Any:
 
 def main() -> None:
     """Prints one row a case, and writes a JSON with every round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = torch.version.cuda is not None
     parser.add_argument("--tokens", type=int, default=16384 if cuda else 1024)
     parser.add_argument("--hidden", type=int, default=4096 if cuda else 1024)
     parser.add_argument("--vocab", type=int, default=151936 if cuda else 49152)
-    parser.add_argument("--repeats", type=int, default=10 if cuda else 5, help="rounds of the timing")
+    parser.add_argument(
+        "--repeats", type=int, default=10 if cuda else 5, help="rounds of the timing"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file")
     args = parser.parse_args()
     sizes = (args.tokens, args.hidden, args.vocab)
-    print(f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, torch {torch.__version__}")
+    print(
+        f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, torch "
+        f"{torch.__version__}"
+    )
     print(f"load of the host before: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
     seconds = _in_process(paired, sizes, 29517, args.repeats)
     print(f"load of the host after: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
-    moved = {case: _in_process(measure, case, sizes, 29518 + number) for number, case in enumerate(CASES)}
+    moved = {
+        case: _in_process(measure, case, sizes, 29518 + number) for number, case in enumerate(CASES)
+    }
     print("case        seconds  ratio (lowest, highest)   peak GiB  ratio  tensor GB  ratio")
     for case in CASES:
         ratios = [own / plain for own, plain in zip(seconds[case], seconds["plain"], strict=True)]
-        (peak, total), (plain_peak, plain_total) = moved[case], moved["plain"]
+        (peak, total) = moved[case]
+        (plain_peak, plain_total) = moved["plain"]
         print(
             f"{case:<9} {statistics.median(seconds[case]):9.3f} {statistics.median(ratios):6.2f} "
-            f"({min(ratios):.2f}, {max(ratios):.2f})      {peak / 2**30:10.2f} {peak / plain_peak:6.2f} "
+            f"({min(ratios):.2f}, {max(ratios):.2f})      {peak / 2**30:10.2f} "
+            f"{peak / plain_peak:6.2f} "
             f"{total / 1e9:10.1f} {total / plain_total:6.2f}",
             flush=True,
         )
     if args.out is not None:
-        args.out.write_text(json.dumps({"sizes": sizes, "seconds": seconds, "peak_and_tensor_bytes": moved}, indent=1))
+        args.out.write_text(
+            json.dumps(
+                {"sizes": sizes, "seconds": seconds, "peak_and_tensor_bytes": moved}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

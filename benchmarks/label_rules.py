@@ -2,10 +2,11 @@
 
     python benchmarks/label_rules.py FOLDER [--authors reward_function.py] [--problems 60]
 
-FOLDER has problems of real data sets as .json or .jsonl (`problem`, `answer`, some with a worked `solution`). Each problem
-is answered in the forms below, rightly and with another problem's answer. Rows with a `response` (and `answer`) are samples
-of a model, and are judged as they are. `--authors` names `src/reward_function.py` of ritzz-ai/PACS, whose verdicts have to
-be those of `authors`. Prints a Markdown table.
+FOLDER has problems of real data sets as .json or .jsonl (`problem`, `answer`, some with a worked
+`solution`). Each problem is answered in the forms below, rightly and with another problem's answer.
+Rows with a `response` (and `answer`) are samples of a model, and are judged as they are.
+`--authors` names `src/reward_function.py` of ritzz-ai/PACS, whose verdicts have to be those of
+`authors`. Prints a Markdown table.
 """
 
 import argparse
@@ -29,16 +30,19 @@ from pacs_megatron.rewards.math import authors_rule, last_box
 FORMS = {
     "boxed at the end": r"We simplify. Therefore the answer is $\boxed{{{a}}}$.",
     "boxed, then prose": r"So $\boxed{{{a}}}$. This matches the condition in the problem.",
-    "boxed, then a check with another number": r"So $\boxed{{{a}}}$. Check: $2 + 2 = 4$, as required.",
+    "boxed, then a check with another number": r"So $\boxed{{{a}}}$. Check: $2 + 2 = 4$, as "
+    r"required.",
     "boxed without dollars": r"Hence \boxed{{{a}}}",
-    "two boxes, the last is meant": r"First guess: $\boxed{{{o}}}$. This is wrong. The answer is $\boxed{{{a}}}$.",
+    "two boxes, the last is meant": r"First guess: $\boxed{{{o}}}$. This is wrong. The answer is "
+    r"$\boxed{{{a}}}$.",
     "box cut off at the limit": r"So the answer is $\boxed{{{a}",
     "inline LaTeX, no box": r"Therefore the answer is ${a}$.",
     "display LaTeX, no box": "Therefore\n\\[ x = {a} \\]",
     "final answer, no box": r"The final answer is ${a}$. I hope it is correct.",
     "plain text, no box": "The answer is {a}.",
     "bold, no box": "**Answer: {a}**",
-    "in the steps, cut off": r"We obtain ${a}$ for the first part. Now we look at the second part and",
+    "in the steps, cut off": r"We obtain ${a}$ for the first part. Now we look at the second part "
+    r"and",
     "wrong box, right prose": r"So $\boxed{{{o}}}$. The answer is ${a}$.",
     "right box, wrong prose after": r"So $\boxed{{{a}}}$. The final answer is ${o}$.",
 }
@@ -48,7 +52,11 @@ def read(folder: Path, limit: int) -> Iterator[tuple[str, dict]]:
     """Data set, row."""
     for path in sorted(folder.glob("*.json*")):
         text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.split("\n") if line]
+        rows = (
+            json.loads(text)
+            if path.suffix == ".json"
+            else [json.loads(line) for line in text.split("\n") if line]
+        )
         for row in rows[:limit]:
             yield path.stem, {key.lower(): value for key, value in row.items()}
 
@@ -79,7 +87,12 @@ def cases(folder: Path, limit: int) -> Iterator[tuple[str, str, str, str]]:
             yield form, "another's", gold, text.format(a=other, o=gold)
         if solution and last_boxed(solution) is not None:
             yield f"worked solution of {name}", "the right one", gold, solution
-            yield "worked solution, cut before the box", "the right one", gold, solution[: solution.rindex(r"\boxed")]
+            yield (
+                "worked solution, cut before the box",
+                "the right one",
+                gold,
+                solution[: solution.rindex(r"\boxed")],
+            )
             bare = re.sub(r"\\boxed\s*", "", solution)
             yield "worked solution, box removed", "the right one", gold, bare
 
@@ -93,7 +106,9 @@ def verdict(judge, gold: str, response: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--authors", type=Path)
     parser.add_argument("--problems", type=int, default=60, help="of each data set, from the first")
@@ -116,17 +131,22 @@ def main() -> None:
             if label != found:
                 unequal.append((gold, response))
     lines = [
-        "| response | answer | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by `last_box` only | no verdict |"
+        "| response | answer | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by "
+        "`last_box` only | no verdict |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for (form, states), count in counts.items():
         shown = [count.get(pair, 0) for pair in ("1 1", "0 0", "0 1", "1 0")]
         total = sum(count.values())
-        lines.append(f"| {form} | {states} | {total} | {' | '.join(map(str, shown))} | {total - sum(shown)} |")
+        lines.append(
+            f"| {form} | {states} | {total} | {' | '.join(map(str, shown))} | "
+            f"{total - sum(shown)} |"
+        )
     print("\n".join(lines))
     total = sum(sum(count.values()) for count in counts.values())
     print(
-        f"\n{total} responses, math-verify {version('math-verify')}, {len(unequal)} differ from the authors' file",
+        f"\n{total} responses, math-verify {version('math-verify')}, {len(unequal)} differ from "
+        "the authors' file",
         end="",
     )
     print("" if theirs is not None else " (not compared: --authors)")

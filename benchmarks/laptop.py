@@ -2,16 +2,18 @@
 
     python benchmarks/laptop.py [--steps 10] [--updates 4 --rounds 3]
 
-Both: the quickstart's model (random weights), 16 prompts x 8 samples, 48 new tokens at most, fp32, one thread, PACS with
-`reference: step_start`. The plain loop is a simple script: `model.generate` on the left-padded batch,
-one padded forward over all samples, PACS's loss by autograd through BCE, clip, AdamW. Half of the plain loop's
-steps run before and half after this package's steps, so that a slow change of the load affects both. On a busy machine the
-CPU seconds (of the main process) are a better comparison than the wall clock.
+Both: the quickstart's model (random weights), 16 prompts x 8 samples, 48 new tokens at most, fp32,
+one thread, PACS with `reference: step_start`. The plain loop is a simple script: `model.generate`
+on the left-padded batch, one padded forward over all samples, PACS's loss by autograd through BCE,
+clip, AdamW. Half of the plain loop's steps run before and half after this package's steps, so that
+a slow change of the load affects both. On a busy machine the CPU seconds (of the main process) are
+a better comparison than the wall clock.
 
-`--updates 4` instead compares steps of four updates without generation: PACS with a score pass (`batch.groups: apart`), PACS
-with whole groups (`together`) and GRPO, in turn, each in a process of its own, in `--rounds` rounds. The learning rate is so
-small that every variant has the same tokens in the same step. A step's time is its shortest over the rounds: other work on
-the host only ever adds to it.
+`--updates 4` instead compares steps of four updates without generation: PACS with a score pass
+(`batch.groups: apart`), PACS with whole groups (`together`) and GRPO, in turn, each in a process of
+its own, in `--rounds` rounds. The learning rate is so small that every variant has the same tokens
+in the same step. A step's time is its shortest over the rounds: other work on the host only ever
+adds to it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ import torch
 import torch.nn.functional as F
 from step_overhead import make_inputs, run_loop
 
-PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48
+PROMPTS = 16
+SAMPLES = 8
+NEW_TOKENS = 48
 SAME = ("batch.updates_per_step=1", "objective.clip_grad=1.0")
 """as in the plain loop, not as in the quickstart"""
 SUFFIX = r"Answer in \boxed{}."
@@ -45,15 +49,21 @@ class PlainLoop:
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
         self.model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
-        self.problems = [row["problem"] for row in json.loads((folder / "data" / "train.json").read_text())]
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.problems = [
+            row["problem"] for row in json.loads((folder / "data" / "train.json").read_text())
+        ]
         self.at = 0
 
     def next_prompts(self) -> Any:
         """A left-padded batch of PROMPTS x SAMPLES rows."""
         texts = [
             self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": f"{problem} {SUFFIX}"}], tokenize=False, add_generation_prompt=True
+                [{"role": "user", "content": f"{problem} {SUFFIX}"}],
+                tokenize=False,
+                add_generation_prompt=True,
             )
             for problem in self.problems[self.at : self.at + PROMPTS]
         ]
@@ -85,8 +95,12 @@ class PlainLoop:
         ended = (responses == self.tokenizer.eos_token_id).cumsum(1)
         mask = ((ended - (responses == self.tokenizer.eos_token_id).long()) == 0).float()
         attention = torch.cat([prompts["attention_mask"], mask.long()], dim=1)
-        logits = self.model(input_ids=ids[:, :-1], attention_mask=attention[:, :-1]).logits[:, start - 1 :]
-        logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, responses[:, :, None])[:, :, 0]
+        logits = self.model(input_ids=ids[:, :-1], attention_mask=attention[:, :-1]).logits[
+            :, start - 1 :
+        ]
+        logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, responses[:, :, None])[
+            :, :, 0
+        ]
         proxy = ((logprobs - logprobs.detach()) * mask).sum(1).view(PROMPTS, SAMPLES)
         psi = (proxy - proxy.mean(1, keepdim=True)) * SAMPLES / (SAMPLES - 1)
         y = labels.view(PROMPTS, SAMPLES)
@@ -101,7 +115,8 @@ class PlainLoop:
 
     def step(self) -> dict[str, float]:
         """Seconds of one step and of its generation, and its CPU seconds."""
-        begin, begin_cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        begin_cpu = time.process_time()
         prompts = self.next_prompts()
         ids = self.generate(prompts)
         generated = time.perf_counter()
@@ -119,34 +134,55 @@ VARIANTS = {
     "GRPO": ("objective={name: grpo, clip_grad: 0.0}",),
 }
 FIXED = ("optimizer.lr=1e-12", "admission.truncated=judge")
-"""the same tokens in the same step of every variant; labels by the reward, so that most groups have both classes"""
+"""the same tokens in the same step of every variant; labels by the reward, so that most groups have
+both classes
+"""
 NOT_MEASURED = ("mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
 
 
 def compare_updates(folder: Path, steps: int, updates: int, rounds: int) -> None:
-    """Prints CPU seconds of a step without generation, and their ratio to GRPO's, by round and for the shortest steps."""
+    """Prints CPU seconds of a step without generation, and their ratio to GRPO's, by round and for
+    the shortest steps.
+    """
     context = multiprocessing.get_context("spawn")
-    batch = (f"batch.updates_per_step={updates}", f"batch.prompts_per_step={PROMPTS}", *FIXED, *NOT_MEASURED)
+    batch = (
+        f"batch.updates_per_step={updates}",
+        f"batch.prompts_per_step={PROMPTS}",
+        *FIXED,
+        *NOT_MEASURED,
+    )
     found: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
-    print(f"CPU seconds a step without generation, {steps} steps of {updates} updates; the ratio to GRPO")
+    print(
+        f"CPU seconds a step without generation, {steps} steps of {updates} updates; the ratio to "
+        "GRPO"
+    )
     for number in range(rounds):
         for name, overrides in VARIANTS.items():
             with ProcessPoolExecutor(1, context) as pool:
-                rows = pool.submit(run_one, folder / f"{number} {name}", folder, steps, (*batch, *overrides)).result()
+                rows = pool.submit(
+                    run_one, folder / f"{number} {name}", folder, steps, (*batch, *overrides)
+                ).result()
             found[name].append([row["cpu"] - row["generation_cpu"] for row in rows])
         print_ratios(
-            f"median of round {number + 1}", {name: statistics.median(all_[-1]) for name, all_ in found.items()}
+            f"median of round {number + 1}",
+            {name: statistics.median(all_[-1]) for name, all_ in found.items()},
         )
-    shortest = {name: statistics.mean(map(min, zip(*all_, strict=True))) for name, all_ in found.items()}
+    shortest = {
+        name: statistics.mean(map(min, zip(*all_, strict=True))) for name, all_ in found.items()
+    }
     print_ratios(f"shortest of {rounds} rounds", shortest)
 
 
 def print_ratios(title: str, found: dict[str, float]) -> None:
-    ratios = "  ".join(f"{name}: {value:.3f} s ({value / found['GRPO']:.3f})" for name, value in found.items())
+    ratios = "  ".join(
+        f"{name}: {value:.3f} s ({value / found['GRPO']:.3f})" for name, value in found.items()
+    )
     print(f"{title}:  {ratios}", flush=True)
 
 
-def run_one(run_dir: Path, folder: Path, steps: int, overrides: tuple[str, ...]) -> list[dict[str, float]]:
+def run_one(
+    run_dir: Path, folder: Path, steps: int, overrides: tuple[str, ...]
+) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     return run_loop(folder, steps, *overrides, f"run.dir={run_dir}")
 
@@ -174,7 +210,9 @@ def main() -> int:
     medians = {
         who: {
             "with generation": statistics.median(row["step"] for row in steps),
-            "without generation": statistics.median(row["step"] - row["generation"] for row in steps),
+            "without generation": statistics.median(
+                row["step"] - row["generation"] for row in steps
+            ),
             "CPU, with generation": statistics.median(row["cpu"] for row in steps),
         }
         for who, steps in rows.items()
@@ -182,7 +220,8 @@ def main() -> int:
     print(f"seconds a step, median of {options.steps}; one rank, one thread, {torch.__version__}")
     print(f"{'':<22} {'this package':>14} {'plain loop':>12} {'ratio':>7}")
     for what in ("with generation", "without generation", "CPU, with generation"):
-        mine, theirs = medians["this package"][what], medians["plain loop"][what]
+        mine = medians["this package"][what]
+        theirs = medians["plain loop"][what]
         print(f"{what:<22} {mine:>14.3f} {theirs:>12.3f} {mine / theirs:>7.2f}")
     return 0
 

@@ -3,10 +3,11 @@
     pip install --no-deps --target FOLDER trl accelerate
     python benchmarks/laptop_trl.py --trl FOLDER [--rounds 3] [--steps 14]
 
-Work of a step: the quickstart's model (random weights), 16 prompts x 8 samples, at most 48 new tokens, a reward function in
-Python, one optimizer update, fp32, one thread a process. TRL runs GRPO without a reference model under torchrun (DDP); this
-package runs GRPO with `tp: 1` (data parallel 2) and `tp: 2`. Each round runs the three in this order. The two first steps of
-a run are left out. Ratio: TRL's median seconds over this package's.
+Work of a step: the quickstart's model (random weights), 16 prompts x 8 samples, at most 48 new
+tokens, a reward function in Python, one optimizer update, fp32, one thread a process. TRL runs GRPO
+without a reference model under torchrun (DDP); this package runs GRPO with `tp: 1` (data parallel
+2) and `tp: 2`. Each round runs the three in this order. The two first steps of a run are left out.
+Ratio: TRL's median seconds over this package's.
 """
 
 from __future__ import annotations
@@ -74,14 +75,25 @@ def trl_rank(folder: Path, steps: int) -> None:
         callbacks=[Clock()],
     ).train()
     if os.environ["RANK"] == "0":
-        seconds = [end - start for start, end in zip(ends[WARMUP_STEPS - 1 :], ends[WARMUP_STEPS:], strict=False)]
+        seconds = [
+            end - start
+            for start, end in zip(ends[WARMUP_STEPS - 1 :], ends[WARMUP_STEPS:], strict=False)
+        ]
         (folder / "trl.json").write_text(json.dumps(seconds))
 
 
 def run_trl(folder: Path, site: Path, steps: int) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        __file__,
+    ]
     start(
-        [*command, "--rank-of", str(folder), "--steps", str(steps)], {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        [*command, "--rank-of", str(folder), "--steps", str(steps)],
+        {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
     )
     seconds: list[float] = json.loads((folder / "trl.json").read_text())
     return seconds
@@ -90,15 +102,22 @@ def run_trl(folder: Path, site: Path, steps: int) -> list[float]:
 def run_ours(folder: Path, tp: int, steps: int, round_number: int) -> list[float]:
     run = folder / f"tp{tp}-{round_number}"
     overrides = (
-        f"run.dir={run} run.steps={steps + WARMUP_STEPS} run.nproc=2 parallel.tp={tp} model.path={folder}/model "
-        f"data.train.path={folder}/data/train.json reward.name=custom reward.function={folder}/reward.py:reward "
+        f"run.dir={run} run.steps={steps + WARMUP_STEPS} run.nproc=2 parallel.tp={tp} "
+        f"model.path={folder}/model "
+        f"data.train.path={folder}/data/train.json reward.name=custom "
+        f"reward.function={folder}/reward.py:reward "
         "objective.name=grpo mismatch.score_noise_every=null mismatch.max_score_noise=null "
-        "optimizer.lr=1e-6 optimizer.min_lr=0.0 optimizer.warmup_updates=0 batch.updates_per_step=1 "
-        "evaluation.benchmarks=[] evaluation.every=null evaluation.samples_per_prompt=4 evaluation.k=[1] "
+        "optimizer.lr=1e-6 optimizer.min_lr=0.0 optimizer.warmup_updates=0 "
+        "batch.updates_per_step=1 "
+        "evaluation.benchmarks=[] evaluation.every=null evaluation.samples_per_prompt=4 "
+        "evaluation.k=[1] "
         "evaluation.sampling=null checkpoint.every=null"
     ).split()
     config = str(ROOT / "configs" / "runs" / "quickstart.yaml")
-    start([sys.executable, "-m", "pacs_megatron", "train", config, *overrides], {"PYTHONPATH": str(ROOT)})
+    start(
+        [sys.executable, "-m", "pacs_megatron", "train", config, *overrides],
+        {"PYTHONPATH": str(ROOT)},
+    )
     rows = [json.loads(line) for line in next(run.rglob("metrics.jsonl")).read_text().splitlines()]
     return [row["time/step_s"] for row in rows[WARMUP_STEPS:]]
 
@@ -106,7 +125,9 @@ def run_ours(folder: Path, tp: int, steps: int, round_number: int) -> list[float
 def start(command: list[str], variables: dict[str, str]) -> None:
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"{' '.join(command[:6])} ... ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        sys.exit(
+            f"{' '.join(command[:6])} ... ended with {done.returncode}:\n{done.stderr[-3000:]}"
+        )
 
 
 def main() -> int:
@@ -120,7 +141,9 @@ def main() -> int:
         trl_rank(options.rank_of, options.steps)
         return 0
     if options.trl is None:
-        parser.error("--trl FOLDER is missing: pip install --no-deps --target FOLDER trl accelerate")
+        parser.error(
+            "--trl FOLDER is missing: pip install --no-deps --target FOLDER trl accelerate"
+        )
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from step_overhead import make_inputs
 

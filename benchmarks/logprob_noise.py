@@ -1,13 +1,16 @@
-"""Rounding noise of log-probs and scores, by precision, head and length, on a deep, narrow, trained model.
+"""Rounding noise of log-probs and scores, by precision, head and length, on a deep, narrow, trained
+model.
 
     python benchmarks/logprob_noise.py [--fp8] [--layouts] [--length 16384] [--concentration 0.005]
 
-Trains a Qwen3 of 16 layers on a random Markov chain, rounds its weights to bf16, and computes the log-probs of the same
-tokens by the policy in fp32 (the reference) and in bf16 with both heads. `sigma` is the sd of a token's difference to the
-reference, `bias` its mean. For each length: sd of the sum r over a sample and of psi (rloo, groups of 8), beside the sd
-that independent tokens predict: sigma sqrt(T) and beta sigma sqrt(T_i + sum_{j != i} T_j / (G-1)^2), beta 1. `packing`
-compares bf16 with itself: the sequences alone and packed with others. `--fp8` needs Transformer Engine and the stand-ins
-of tests/te: products in FP8 are emulated (quantisation only, a lower bound).
+Trains a Qwen3 of 16 layers on a random Markov chain, rounds its weights to bf16, and computes the
+log-probs of the same tokens by the policy in fp32 (the reference) and in bf16 with both heads.
+`sigma` is the sd of a token's difference to the reference, `bias` its mean. For each length: sd of
+the sum r over a sample and of psi (rloo, groups of 8), beside the sd that independent tokens
+predict: sigma sqrt(T) and beta sigma sqrt(T_i + sum_{j != i} T_j / (G-1)^2), beta 1. `packing`
+compares bf16 with itself: the sequences alone and packed with others. `--fp8` needs Transformer
+Engine and the stand-ins of tests/te: products in FP8 are emulated (quantisation only, a lower
+bound).
 """
 
 import argparse
@@ -19,7 +22,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-VOCAB, GROUP, SEQUENCES = 256, 8, 4
+VOCAB = 256
+GROUP = 8
+SEQUENCES = 4
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 16,
     "hidden_size": 64,
@@ -31,8 +36,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def markov_chain(rng: np.random.Generator, num_sequences: int, length: int, table: np.ndarray) -> np.ndarray:
-    """int64 [num_sequences, length]; `table` [VOCAB, VOCAB] are cumulative transition probabilities."""
+def markov_chain(
+    rng: np.random.Generator, num_sequences: int, length: int, table: np.ndarray
+) -> np.ndarray:
+    """int64 [num_sequences, length]; `table` [VOCAB, VOCAB] are cumulative transition
+    probabilities.
+    """
     tokens = np.zeros((num_sequences, length), dtype=np.int64)
     for position in range(1, length):
         draws = rng.random(num_sequences)[:, None]
@@ -46,7 +55,9 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
 
     rng = np.random.default_rng(1)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loss = torch.zeros(())
     for _ in range(updates):
@@ -55,13 +66,22 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    tensors = {name: tensor.detach().bfloat16().float().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().bfloat16().float().contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     kept = load_file(folder / "model.safetensors").keys()
-    save_file({name: tensors[name] for name in kept}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensors[name] for name in kept},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return float(loss.detach())
 
 
-def logprobs(folder: Path, tokens: np.ndarray, budget: int, ranks: int = 1, **options: Any) -> np.ndarray:
+def logprobs(
+    folder: Path, tokens: np.ndarray, budget: int, ranks: int = 1, **options: Any
+) -> np.ndarray:
     """float64 [sequences, length - 1] of all tokens but the first."""
     from pacs_megatron.contracts import SampleFacts, TokenBuffers
     from tests.support.policies.policy_cases import make_part, make_policy
@@ -97,13 +117,17 @@ def logprobs(folder: Path, tokens: np.ndarray, budget: int, ranks: int = 1, **op
 def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
     """One row a length: `difference` [sequences, tokens], cut into samples.
 
-    Siblings are the samples at the same place of all sequences, so what a place has in common is in sd(r) and not in
-    sd(siblings), the sd of r without the mean of its place.
+    Siblings are the samples at the same place of all sequences, so what a place has in common is in
+    sd(r) and not in sd(siblings), the sd of r without the mean of its place.
     """
-    sigma, bias = difference.std(), difference.mean()
-    within = (difference - difference.mean(0)).std() * (len(difference) / (len(difference) - 1)) ** 0.5
+    sigma = difference.std()
+    bias = difference.mean()
+    within = (difference - difference.mean(0)).std() * (
+        len(difference) / (len(difference) - 1)
+    ) ** 0.5
     print(
-        f"{name:<24} sigma {sigma:.2e}  bias {bias:+.1e}  largest {abs(difference).max():.2e}  in a place {within:.2e}"
+        f"{name:<24} sigma {sigma:.2e}  bias {bias:+.1e}  largest {abs(difference).max():.2e}  in "
+        f"a place {within:.2e}"
     )
     for length in lengths:
         count = difference.shape[1] // length
@@ -120,17 +144,24 @@ def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--updates", type=int, default=150)
     parser.add_argument(
-        "--concentration", type=float, default=0.05, help="of the transitions: less gives larger logits"
+        "--concentration",
+        type=float,
+        default=0.05,
+        help="of the transitions: less gives larger logits",
     )
-    parser.add_argument("--layouts", action="store_true", help="bf16 with itself under tp 2, pp 2 and cp 2 too")
+    parser.add_argument(
+        "--layouts", action="store_true", help="bf16 with itself under tp 2, pp 2 and cp 2 too"
+    )
     args = parser.parse_args()
     if args.fp8:
-        import tests.te.stand_ins  # noqa: F401  before Megatron
+        import tests.te.stand_ins
     from tests.support.tiny_models import make_tiny_qwen3
 
     torch.set_num_threads(1)
@@ -141,8 +172,13 @@ def main() -> None:
         loss = train(folder, table, args.updates)
         tokens = markov_chain(np.random.default_rng(2), SEQUENCES, args.length + 1, table)
         exact = logprobs(folder, tokens, args.length + 1)
-        print(f"loss after {args.updates} updates: {loss:.3f} nats a token (uniform {np.log(VOCAB):.3f})")
-        lengths = [length for length in (256, 1024, 2048, 4096, 8192, 16384) if length <= args.length]
+        print(
+            f"loss after {args.updates} updates: {loss:.3f} nats a token (uniform "
+            f"{np.log(VOCAB):.3f})"
+        )
+        lengths = [
+            length for length in (256, 1024, 2048, 4096, 8192, 16384) if length <= args.length
+        ]
         found: dict[str, np.ndarray] = {}
         cases: dict[str, dict[str, Any]] = {
             "bf16": {"dtype": "bf16"},

@@ -1,9 +1,12 @@
 """A checkpoint of one Megatron-Core in another: the same norms and weights afterwards?
 
-    .venv/bin/python benchmarks/megatron_versions.py write FOLDER           0.16.1: three updates, a save, two more updates
-    .venv-current/bin/python benchmarks/megatron_versions.py read FOLDER    0.19.2: loads it, repeats the last two
+    .venv/bin/python benchmarks/megatron_versions.py write FOLDER           0.16.1: three updates, a
+    save, two more updates
+    .venv-current/bin/python benchmarks/megatron_versions.py read FOLDER    0.19.2: loads it,
+    repeats the last two
 
-Exit code 1 if a bit of a norm or of a weight differs. Run it from the root of the repository with PYTHONPATH=.
+Exit code 1 if a bit of a norm or of a weight differs. Run it from the root of the repository with
+PYTHONPATH=.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from tests.support.tiny_families import make_family
 
 STEPS = [random_step(seed, vocab=90) for seed in range(5)]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tp2-sp-distopt-fp32": ("qwen3", {"tp": 2, "sequence_parallel": True, "distributed_optimizer": True}),
+    "tp2-sp-distopt-fp32": (
+        "qwen3",
+        {"tp": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    ),
     "pp2-bf16": ("qwen3", {"pp": 2, "dtype": "bf16"}),
     "dp2-distopt-bf16": ("qwen3", {"distributed_optimizer": True, "dtype": "bf16"}),
     "moe-ep2-distopt-fp32": ("qwen3_moe", {"ep": 2, "distributed_optimizer": True}),
@@ -34,7 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def run(case: str, folder: Path, *, writes: bool) -> list[Any]:
     """Norms of the last two updates, and a digest of all weights."""
     family, options = CASES[case]
-    model, target = folder / family, folder / case
+    model = folder / family
+    target = folder / case
     if not model.exists():
         make_family(model, family)
 
@@ -58,25 +65,34 @@ def run(case: str, folder: Path, *, writes: bool) -> list[Any]:
             state.load_sharded_state(policy, load_sharded(wanted, target))
         reports = train(policy, objective, STEPS[3:])
         tensors = (tensor.float().numpy().tobytes() for _, tensor in policy.export_weights())
-        return [*(repr(report.grad_norm) for report in reports), hashlib.sha256(b"".join(tensors)).hexdigest()]
+        return [
+            *(repr(report.grad_norm) for report in reports),
+            hashlib.sha256(b"".join(tensors)).hexdigest(),
+        ]
 
     return run_ranks(on_rank, 2)[0]
 
 
 def main() -> int:
-    writes, folder = sys.argv[1] == "write", Path(sys.argv[2])
+    writes = sys.argv[1] == "write"
+    folder = Path(sys.argv[2])
     folder.mkdir(exist_ok=True)
     print(
-        f"{sys.argv[1]}: megatron-core {version('megatron-core')}, torch {torch.__version__}, Python {sys.version[:6]}"
+        f"{sys.argv[1]}: megatron-core {version('megatron-core')}, torch {torch.__version__}, "
+        f"Python {sys.version[:6]}"
     )
     different = 0
     for case in CASES:
-        found, file = run(case, folder, writes=writes), folder / f"{case}.json"
+        found = run(case, folder, writes=writes)
+        file = folder / f"{case}.json"
         if writes:
             file.write_text(json.dumps(found))
         same = json.loads(file.read_text()) == found
         different += not same
-        print(f"{case:<22} {found[0]} {found[1]} {found[2][:16]} {'' if writes else 'same' if same else 'DIFFERENT'}")
+        print(
+            f"{case:<22} {found[0]} {found[1]} {found[2][:16]} "
+            f"{'' if writes else 'same' if same else 'DIFFERENT'}"
+        )
     return int(different > 0)
 
 

@@ -1,11 +1,13 @@
-"""Programs a second that `reward.name: code` judges in the sandbox, beside a plain subprocess for each test.
+"""Programs a second that `reward.name: code` judges in the sandbox, beside a plain subprocess for
+each test.
 
     python benchmarks/rewards.py [--programs 1000] [--workers 2] [--log FILE]
 
-Both judge the same programs (right, wrong and failing ones, five tests each) with the same number of workers, in
-alternating rounds of 100. Plain subprocess: `python -I -c program` with the test as its standard input, no isolation and no
-limit but time. Both verdicts have to be the known ones. A last round mixes hostile programs (tests/support) with right
-ones: every right one has to be accepted, no hostile one. Prints one JSON object; exits with 1 for a wrong verdict.
+Both judge the same programs (right, wrong and failing ones, five tests each) with the same number
+of workers, in alternating rounds of 100. Plain subprocess: `python -I -c program` with the test as
+its standard input, no isolation and no limit but time. Both verdicts have to be the known ones. A
+last round mixes hostile programs (tests/support) with right ones: every right one has to be
+accepted, no hostile one. Prints one JSON object; exits with 1 for a wrong verdict.
 """
 
 import argparse
@@ -24,27 +26,40 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.config.reward_options import CodeReward  # noqa: E402
-from pacs_megatron.contracts import Prompt  # noqa: E402
-from tests.support.hostile_programs import PROGRAMS, Hostile  # noqa: E402
-from tests.support.rewards import CollectingPool  # noqa: E402
+from pacs_megatron.config.reward_options import CodeReward
+from pacs_megatron.contracts import Prompt
+from tests.support.hostile_programs import PROGRAMS, Hostile
+from tests.support.rewards import CollectingPool
 
 ROUND = 100
 TESTS = 5
 # Input of test k, and a program with the right answer.
 TASKS = (
     (lambda k: f"{k} {k * 7}\n", "a, b = map(int, input().split())\nprint(a + b)"),
-    (lambda k: " ".join(str(k * n % 17) for n in range(30)), "print(*sorted(map(int, input().split())))"),
-    (lambda k: f"{k + 10}\n", "n = int(input())\nprint(sum(all(p % d for d in range(2, p)) for p in range(2, n)))"),
-    (lambda k: f"{k * 12} {k * 18 + 6}", "from math import gcd\nprint(gcd(*map(int, input().split())))"),
+    (
+        lambda k: " ".join(str(k * n % 17) for n in range(30)),
+        "print(*sorted(map(int, input().split())))",
+    ),
+    (
+        lambda k: f"{k + 10}\n",
+        "n = int(input())\nprint(sum(all(p % d for d in range(2, p)) for p in range(2, n)))",
+    ),
+    (
+        lambda k: f"{k * 12} {k * 18 + 6}",
+        "from math import gcd\nprint(gcd(*map(int, input().split())))",
+    ),
     (
         lambda k: "\n".join("ab" * n for n in range(1, k + 3)),
         "import sys\nprint(max(map(len, sys.stdin.read().split())))",
     ),
-    (lambda k: "the cat the dog " * (k + 1), "c = Counter(input().split())\nprint(c.most_common(1)[0][1])"),
+    (
+        lambda k: "the cat the dog " * (k + 1),
+        "c = Counter(input().split())\nprint(c.most_common(1)[0][1])",
+    ),
     (
         lambda k: f"{k + 15}",
-        "@lru_cache(None)\ndef f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(int(input())))",
+        "@lru_cache(None)\ndef f(n): return n if n < 2 else f(n - 1) + f(n - "
+        "2)\nprint(f(int(input())))",
     ),
 )
 PRELUDE = "from collections import *\nfrom functools import *\n"
@@ -63,22 +78,34 @@ def programs(count: int) -> list[tuple[str, list[str], list[str], float]]:
 
     def answer(code: str, text: str) -> str:
         if (code, text) not in cache:
-            cache[code, text] = plain_run(code.split("\nprint('more')")[0].split("\nraise")[0].split("\n#")[0], text)[1]
+            cache[code, text] = plain_run(
+                code.split("\nprint('more')")[0].split("\nraise")[0].split("\n#")[0], text
+            )[1]
         return cache[code, text]
 
-    return [(code, inputs, [answer(code.rsplit("\n#", 1)[0], text) for text in inputs], y) for code, inputs, y in made]
+    return [
+        (code, inputs, [answer(code.rsplit("\n#", 1)[0], text) for text in inputs], y)
+        for code, inputs, y in made
+    ]
 
 
 def plain_run(code: str, text: str) -> tuple[int, str]:
     command = [sys.executable, "-I", "-c", PRELUDE + code]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=6, check=False)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=6, check=False
+    )
     return done.returncode, done.stdout
 
 
 def plain(rows: list, workers: int) -> list[float]:
     def judge(row) -> float:
         code, inputs, outputs, _ = row
-        return float(all(plain_run(code, text) == (0, output) for text, output in zip(inputs, outputs, strict=True)))
+        return float(
+            all(
+                plain_run(code, text) == (0, output)
+                for text, output in zip(inputs, outputs, strict=True)
+            )
+        )
 
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(judge, rows))
@@ -102,24 +129,43 @@ def hostile_round(rows: list, workers: int) -> dict:
     wrong = []
     with CollectingPool(options) as pool:
         for name, case in PROGRAMS.items():
-            pool.submit(f"hostile {name}", prompt(json.dumps(case.tests)), f"```python\n{code_of(case)}\n```")
+            pool.submit(
+                f"hostile {name}",
+                prompt(json.dumps(case.tests)),
+                f"```python\n{code_of(case)}\n```",
+            )
         for number, (code, inputs, outputs, _) in enumerate(right):
             answer = json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": None})
             pool.submit(f"right {number}", prompt(answer), f"```python\n{code}\n```")
         started = time.perf_counter()
         for verdict in pool.results():
-            expected = 1.0 if verdict.key.startswith("right") else PROGRAMS[verdict.key.split()[1]].reward
+            expected = (
+                1.0 if verdict.key.startswith("right") else PROGRAMS[verdict.key.split()[1]].reward
+            )
             if verdict.reward != expected:
-                wrong.append(f"{verdict.key}: {verdict.reward} ({verdict.failure or verdict.details})")
-    return {"hostile": len(PROGRAMS), "right": len(right), "wall_s": time.perf_counter() - started, "wrong": wrong}
+                wrong.append(
+                    f"{verdict.key}: {verdict.reward} ({verdict.failure or verdict.details})"
+                )
+    return {
+        "hostile": len(PROGRAMS),
+        "right": len(right),
+        "wall_s": time.perf_counter() - started,
+        "wrong": wrong,
+    }
 
 
 def code_of(case: Hostile) -> str:
-    return case.code.replace("FOLDER", str(ROOT)).replace("PORT", "22").replace("PARENT", str(os.getpid()))
+    return (
+        case.code.replace("FOLDER", str(ROOT))
+        .replace("PORT", "22")
+        .replace("PARENT", str(os.getpid()))
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--log", type=Path)
@@ -134,19 +180,25 @@ def main() -> None:
                 before = time.perf_counter()
                 found = sandboxed(part, pool) if name == "sandbox" else plain(part, args.workers)
                 walls[name].append(time.perf_counter() - before)
-                wrong += [f"{name}: {row[0]!r}" for row, y in zip(part, found, strict=True) if y != row[3]]
+                wrong += [
+                    f"{name}: {row[0]!r}" for row, y in zip(part, found, strict=True) if y != row[3]
+                ]
     report = {
         "programs": len(rows),
         "tests_a_program": TESTS,
         "workers": args.workers,
         "programs_per_s": {name: len(rows) / sum(wall) for name, wall in walls.items()},
-        "rounds_ratio": sorted(round(p / s, 2) for p, s in zip(walls["plain"], walls["sandbox"], strict=True)),
+        "rounds_ratio": sorted(
+            round(p / s, 2) for p, s in zip(walls["plain"], walls["sandbox"], strict=True)
+        ),
         "wrong": wrong,
         "hostile_round": hostile_round(rows, args.workers),
         "load": os.getloadavg(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "bubblewrap": subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip(),
+        "bubblewrap": subprocess.run(
+            ["bwrap", "--version"], capture_output=True, text=True, check=True
+        ).stdout.strip(),
     }
     report["median_ratio"] = statistics.median(report["rounds_ratio"])
     text = json.dumps(report, indent=2)

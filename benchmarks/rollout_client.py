@@ -1,12 +1,15 @@
-"""Output tokens/s of the rollout client beside SGLang's own `bench_serving`, on one server under the same load.
+"""Output tokens/s of the rollout client beside SGLang's own `bench_serving`, on one server under
+the same load.
 
-    python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url http://127.0.0.1:30000]
+python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url
+http://127.0.0.1:30000]
 
-Both request fixed-length responses with log-probs, not streamed, with the same number of requests in flight, in
-alternating order. Prints one JSON object (with the client's CPU time per request, which depends little on other load) and
-exits with 1 if the median of the rounds' ratios is below 0.95. Without --url it starts a server of a tiny
-random model on CPU from .venv-sglang; a given server needs `--preferred-sampling-params '{"ignore_eos": true}'`
-(bench_serving ignores the end of sequence; the client does not).
+Both request fixed-length responses with log-probs, not streamed, with the same number of requests
+in flight, in alternating order. Prints one JSON object (with the client's CPU time per request,
+which depends little on other load) and exits with 1 if the median of the rounds' ratios is below
+0.95. Without --url it starts a server of a tiny random model on CPU from .venv-sglang; a given
+server needs `--preferred-sampling-params '{"ignore_eos": true}'` (bench_serving ignores the end of
+sequence; the client does not).
 """
 
 import argparse
@@ -51,7 +54,9 @@ def options(args: argparse.Namespace) -> SglangRollout:
 
 
 def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> tuple[float, float]:
-    """Output tokens/s from the first request to the last checked sample, and this process's CPU ms for each request."""
+    """Output tokens/s from the first request to the last checked sample, and this process's CPU ms
+    for each request.
+    """
     rng = np.random.default_rng(round_number)
     params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=args.tokens)
     requests = [
@@ -64,12 +69,15 @@ def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> t
         )
         for i in range(args.requests)
     ]
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    cpu_began = time.process_time()
     num_tokens = sum(sample.response_len for sample in engine.stream(requests))
-    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    seconds = time.perf_counter() - began
+    cpu_s = time.process_time() - cpu_began
     if num_tokens != args.requests * args.tokens:
         raise SystemExit(
-            f"got {num_tokens} tokens, expected {args.requests * args.tokens}: does the server ignore_eos?"
+            f"got {num_tokens} tokens, expected {args.requests * args.tokens}: does the server "
+            "ignore_eos?"
         )
     return num_tokens / seconds, cpu_s / args.requests * 1000
 
@@ -78,23 +86,66 @@ def theirs(url: str, tokenizer: Path, args: argparse.Namespace, round_number: in
     """The same from bench_serving's own report."""
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp) / "report.jsonl"
-        command = [str(args.python), "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url]
-        command += ["--dataset-name", "random-ids", "--num-prompts", str(args.requests), "--tokenize-prompt"]
-        command += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(args.tokens)]
-        command += ["--random-range-ratio", "1.0", "--max-concurrency", str(args.in_flight), "--disable-stream"]
-        command += ["--return-logprob", "--temperature", "1.0", "--seed", str(round_number), "--disable-tqdm"]
-        command += ["--tokenizer", str(tokenizer), "--model", str(tokenizer), "--output-file", str(report)]
+        command = [
+            str(args.python),
+            "-m",
+            "sglang.bench_serving",
+            "--backend",
+            "sglang",
+            "--base-url",
+            url,
+        ]
+        command += [
+            "--dataset-name",
+            "random-ids",
+            "--num-prompts",
+            str(args.requests),
+            "--tokenize-prompt",
+        ]
+        command += [
+            "--random-input-len",
+            str(PROMPT_TOKENS),
+            "--random-output-len",
+            str(args.tokens),
+        ]
+        command += [
+            "--random-range-ratio",
+            "1.0",
+            "--max-concurrency",
+            str(args.in_flight),
+            "--disable-stream",
+        ]
+        command += [
+            "--return-logprob",
+            "--temperature",
+            "1.0",
+            "--seed",
+            str(round_number),
+            "--disable-tqdm",
+        ]
+        command += [
+            "--tokenizer",
+            str(tokenizer),
+            "--model",
+            str(tokenizer),
+            "--output-file",
+            str(report),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"bench_serving failed: {done.stderr[-2000:]}")
         result = json.loads(report.read_text().splitlines()[-1])
     if result["completed"] != args.requests:
-        raise SystemExit(f"bench_serving completed {result['completed']} of {args.requests} requests")
+        raise SystemExit(
+            f"bench_serving completed {result['completed']} of {args.requests} requests"
+        )
     return float(result["output_throughput"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--in-flight", type=int, default=256)
@@ -119,16 +170,26 @@ def main() -> int:
         for number in range(1, args.rounds + 1):
             # Alternating order, so that a change of the host's load affects both.
             if number % 2:
-                (mine, cpu_ms), reference = ours(engine, args, number), theirs(url, model, args, number)
+                (mine, cpu_ms) = ours(engine, args, number)
+                reference = theirs(url, model, args, number)
             else:
-                reference, (mine, cpu_ms) = theirs(url, model, args, number), ours(engine, args, number)
+                reference = theirs(url, model, args, number)
+                (mine, cpu_ms) = ours(engine, args, number)
             rounds.append(
-                {"ours": round(mine, 1), "bench_serving": round(reference, 1), "ratio": round(mine / reference, 4)}
+                {
+                    "ours": round(mine, 1),
+                    "bench_serving": round(reference, 1),
+                    "ratio": round(mine / reference, 4),
+                }
                 | {"client_cpu_ms_per_request": round(cpu_ms, 3)}
             )
             print(rounds[-1], file=sys.stderr, flush=True)
     ratio = statistics.median(entry["ratio"] for entry in rounds)
-    print(json.dumps({"unit": "output tokens/s", "rounds": rounds, "median_ratio": ratio, "target": TARGET}))
+    print(
+        json.dumps(
+            {"unit": "output tokens/s", "rounds": rounds, "median_ratio": ratio, "target": TARGET}
+        )
+    )
     return 0 if ratio >= TARGET else 1
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/step_overhead.py [--steps 12] [--updates 1]
 
-The quickstart's model (random weights), prompts and batch, one rank, the real loop with driver, reward workers, weight
-export, metrics and files. Timed inside it: Megatron's forward-backward schedule without its gradient reduction, and the
-embedded engine's sampling. Everything else is overhead: batching, control channel, rewards, objective, optimizer, export of
-weights, logging.
+The quickstart's model (random weights), prompts and batch, one rank, the real loop with driver,
+reward workers, weight export, metrics and files. Timed inside it: Megatron's forward-backward
+schedule without its gradient reduction, and the embedded engine's sampling. Everything else is
+overhead: batching, control channel, rewards, objective, optimizer, export of weights, logging.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 WARMUP_STEPS = 2
-# A random model has no correct answers, and groups of one class have no gradient: labels are a function of the text.
+# A random model has no correct answers, and groups of one class have no gradient: labels are a
+# function of the text.
 REWARD = """def reward(prompt, response):
     return float(sum(response.encode()) % 2)
 """
@@ -42,17 +43,21 @@ class Stopwatch:
     def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
         def call(*args: Any, **kwargs: Any) -> Any:
-            start, start_cpu = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            start_cpu = time.process_time()
             try:
                 return work(*args, **kwargs)
             finally:
-                self.seconds[f"{name}_cpu"] = self.seconds.get(f"{name}_cpu", 0.0) + time.process_time() - start_cpu
+                self.seconds[f"{name}_cpu"] = (
+                    self.seconds.get(f"{name}_cpu", 0.0) + time.process_time() - start_cpu
+                )
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
         return call
 
     def take(self) -> dict[str, float]:
-        taken, self.seconds = self.seconds, {}
+        taken = self.seconds
+        self.seconds = {}
         return taken
 
 
@@ -63,11 +68,17 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
     from pacs_megatron.policy import engine, schedule
     from pacs_megatron.training import loop
 
-    real = schedule.run_schedule, engine.finalize_model_grads, EmbeddedEngine._generate, loop.train_step
+    real = (
+        schedule.run_schedule,
+        engine.finalize_model_grads,
+        EmbeddedEngine._generate,
+        loop.train_step,
+    )
 
     def step(*args: Any) -> Any:
         watch.take()
-        start, start_cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        start_cpu = time.process_time()
         result = real[3](*args)
         seconds = watch.take()
         model = seconds["schedule"] - seconds.get("reduction", 0.0)
@@ -105,7 +116,10 @@ def make_inputs(folder: Path) -> None:
 
 
 def run_loop(folder: Path, steps: int, *overrides: str) -> list[dict[str, float]]:
-    """Seconds of each step after the warm-up: `step`, `model`, `generation`; `cpu`: this process's CPU time of the step."""
+    """Seconds of each step after the warm-up:
+
+    `step`, `model`, `generation`; `cpu`: this process's CPU time of the step.
+    """
     from pacs_megatron.training.main import run_rank
 
     rows: list[dict[str, float]] = []
@@ -149,7 +163,10 @@ def main() -> int:
     print(f"median of {len(rows)} steps, {options.updates} updates a step:")
     for key in ("step", "generation", "model"):
         print(f"  {key:<12} {medians[key]:8.3f} s  {medians[key] / medians['step']:6.1%}")
-    print(f"  overhead     {statistics.median(shares):>18.1%}  (from {min(shares):.1%} to {max(shares):.1%})")
+    print(
+        f"  overhead     {statistics.median(shares):>18.1%}  (from {min(shares):.1%} to "
+        f"{max(shares):.1%})"
+    )
     return 0
 
 

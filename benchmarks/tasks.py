@@ -1,9 +1,10 @@
 """Tasks of the study besides the quickstart's.
 
-`partial`: three-digit sums whose demonstrations are all right. Pupils differ in how much of the working they write: after
-every column one goes on with probability `WORKED`, or stops and writes the whole sum. With all three columns written the
-model of the quickstart's size is nearly always right; from fewer it has to add the rest in one go, and is often wrong.
-Training on rewards has to make it work on, at three places; no error is planted.
+`partial`: three-digit sums whose demonstrations are all right. Pupils differ in how much of the
+working they write: after every column one goes on with probability `WORKED`, or stops and writes
+the whole sum. With all three columns written the model of the quickstart's size is nearly always
+right; from fewer it has to add the rest in one go, and is often wrong. Training on rewards has to
+make it work on, at three places; no error is planted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from examples.quickstart import problems
 
 WORKED = 0.65
-NUM_TEST, NUM_TRAIN, NUM_DEMONSTRATIONS = 96, 1000, 4000
+NUM_TEST = 96
+NUM_TRAIN = 1000
+NUM_DEMONSTRATIONS = 4000
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class Task:
 
 def partial_solution(problem: problems.Problem, *, worked: float, rng: random.Random) -> str:
     """The first columns as in the quickstart, lowest first, and then the right sum."""
-    columns = problems.worked_solution(problem, carry_slip_prob=0.0, rng=rng).split(". ")[0].split(", ")
+    columns = (
+        problems.worked_solution(problem, carry_slip_prob=0.0, rng=rng).split(". ")[0].split(", ")
+    )
     written = 0
     while written < len(columns) and rng.random() < worked:
         written += 1
@@ -38,7 +43,9 @@ def partial_solution(problem: problems.Problem, *, worked: float, rng: random.Ra
 
 
 def write_partial(out_dir: Path, seed: int) -> None:
-    """`train.json`, `test.json` and `demonstrations.json` without a common problem; they depend on the seed alone."""
+    """`train.json`, `test.json` and `demonstrations.json` without a common problem; they depend on
+    the seed alone.
+    """
     rng = random.Random(seed)
     drawn = problems.sample_problems(NUM_TEST + NUM_TRAIN + NUM_DEMONSTRATIONS, rng)
     splits = {
@@ -56,4 +63,7 @@ def write_partial(out_dir: Path, seed: int) -> None:
         problems.write_records(out_dir / name, records)
 
 
-TASKS = {"quickstart": Task(problems.write_problems), "partial": Task(write_partial, ("run.steps=700",))}
+TASKS = {
+    "quickstart": Task(problems.write_problems),
+    "partial": Task(write_partial, ("run.steps=700",)),
+}

@@ -1,9 +1,12 @@
-"""The first calls on a GPU: one Linear in bf16 and in each FP8 recipe, grouped Linear, `thd` attention, FusedAdam.
+"""The first calls on a GPU: one Linear in bf16 and in each FP8 recipe, grouped Linear, `thd`
+attention, FusedAdam.
 
     python benchmarks/te_modules.py --out results/modules
-    python benchmarks/te_modules.py --dry-run-cpu --out ...   # the same calls with torch on the CPU in Transformer Engine's place
+    python benchmarks/te_modules.py --dry-run-cpu --out ...   # the same calls with torch on the CPU
+    in Transformer Engine's place
 
-Every call is compared with torch in fp32 on the CPU; a failed one has its reason in the table and ends with exit code 1.
+Every call is compared with torch in fp32 on the CPU; a failed one has its reason in the table and
+ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-TOKENS, WIDTH, HEADS, EXPERTS = 512, 256, 4, 4
+TOKENS = 512
+WIDTH = 256
+HEADS = 4
+EXPERTS = 4
 BOUNDS = [0, 100, 356, TOKENS]
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
 LIMIT = {"bf16": 0.02, "tensorwise": 0.1, "delayed": 0.1, "blockwise": 0.1, "adam": 1e-5}
@@ -30,7 +36,9 @@ LIMIT = {"bf16": 0.02, "tensorwise": 0.1, "delayed": 0.1, "blockwise": 0.1, "ada
 
 def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Largest relative error of the norm."""
-    pairs = [(a.detach().float().cpu(), b.detach().float()) for a, b in zip(found, expected, strict=True)]
+    pairs = [
+        (a.detach().float().cpu(), b.detach().float()) for a, b in zip(found, expected, strict=True)
+    ]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
@@ -50,8 +58,11 @@ def autocast(recipe: str, dry: bool) -> Any:
 
 def linear(recipe: str, dry: bool) -> float:
     """Output and both gradients."""
-    x, weight, grad = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.randn(TOKENS, WIDTH)
-    expected_x, expected_w = x.clone().requires_grad_(True), weight.clone().requires_grad_(True)
+    x = torch.randn(TOKENS, WIDTH)
+    weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+    grad = torch.randn(TOKENS, WIDTH)
+    expected_x = x.clone().requires_grad_(True)
+    expected_w = weight.clone().requires_grad_(True)
     expected = F.linear(expected_x, expected_w)
     expected.backward(grad)
     if dry:
@@ -66,7 +77,9 @@ def linear(recipe: str, dry: bool) -> float:
     with autocast(recipe, dry):
         out = module(own)
     out.backward(grad.to(out))
-    return error_of([out, own.grad, module.weight.grad], [expected, expected_x.grad, expected_w.grad])
+    return error_of(
+        [out, own.grad, module.weight.grad], [expected, expected_x.grad, expected_w.grad]
+    )
 
 
 def grouped(recipe: str, dry: bool) -> float:
@@ -74,12 +87,16 @@ def grouped(recipe: str, dry: bool) -> float:
     sizes = [128, 0, 256, 128]
     x = torch.randn(sum(sizes), WIDTH)
     weights = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(EXPERTS)]
-    expected = torch.cat([F.linear(part, w) for part, w in zip(x.split(sizes), weights, strict=True)])
+    expected = torch.cat(
+        [F.linear(part, w) for part, w in zip(x.split(sizes), weights, strict=True)]
+    )
     if dry:
         return error_of([expected.bfloat16()], [expected])
     import transformer_engine.pytorch as te
 
-    module = te.GroupedLinear(EXPERTS, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    module = te.GroupedLinear(
+        EXPERTS, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda"
+    )
     with torch.no_grad():
         for number, weight in enumerate(weights):
             getattr(module, f"weight{number}").copy_(weight)
@@ -96,7 +113,9 @@ def attention(_recipe: str, dry: bool) -> float:
     parts = []
     for start, stop in itertools.pairwise(BOUNDS):
         one = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
-        parts.append(F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        parts.append(
+            F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        )
     expected = torch.cat(parts).reshape(TOKENS, -1)
     grad = torch.randn(expected.shape)
     (expected_grad,) = torch.autograd.grad(expected, q, grad)
@@ -105,7 +124,12 @@ def attention(_recipe: str, dry: bool) -> float:
     import transformer_engine.pytorch as te
 
     module = te.DotProductAttention(
-        HEADS, 64, num_gqa_groups=HEADS // 2, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
+        HEADS,
+        64,
+        num_gqa_groups=HEADS // 2,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
     )
     own = [t.detach().cuda().bfloat16().requires_grad_(True) for t in (q, k, v)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
@@ -120,8 +144,9 @@ def adam(_recipe: str, dry: bool) -> float:
     if dry:
         kind: Any = torch.optim.AdamW
     else:
-        from transformer_engine.pytorch.optimizers import FusedAdam as kind  # noqa: N813
-    start, results = torch.randn(4096), []
+        from transformer_engine.pytorch.optimizers import FusedAdam as kind
+    start = torch.randn(4096)
+    results = []
     for optimizer, device in ((torch.optim.AdamW, "cpu"), (kind, "cpu" if dry else "cuda")):
         weight = torch.nn.Parameter(start.clone().to(device))
         steps = optimizer([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -141,9 +166,13 @@ CALLS: dict[str, tuple[Callable[[str, bool], float], str]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dry-run-cpu", action="store_true")
-    parser.add_argument("--out", type=Path, required=True, help="folder for result.json and table.txt")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for result.json and table.txt"
+    )
     args = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     for name, (call, precision) in CALLS.items():
@@ -152,8 +181,11 @@ def main() -> int:
         try:
             found = call(precision, args.dry_run_cpu)
             rows[name] = {"error": found, "passed": found <= LIMIT[precision]}
-        except Exception as error:  # noqa: BLE001  the other calls are measured all the same
-            rows[name] = {"passed": False, "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        except Exception as error:
+            rows[name] = {
+                "passed": False,
+                "reason": f"{type(error).__name__}: {error}".splitlines()[0],
+            }
         rows[name]["seconds"] = time.perf_counter() - start
     where = "torch on the CPU in its place" if args.dry_run_cpu else torch.cuda.get_device_name()
     lines = [f"Transformer Engine's modules against fp32 on the CPU; {where}"]

@@ -1,21 +1,30 @@
-"""One unattended measurement of the training step on one GPU: bf16 and every FP8 recipe, one table, JSON and raw log.
+"""One unattended measurement of the training step on one GPU: bf16 and every FP8 recipe, one table,
+JSON and raw log.
 
     python benchmarks/train_step.py --preset qwen3-0.6b --out results/train_step
-    python benchmarks/train_step.py --dry-run-cpu --out results/dry_run      # the same path with tiny shapes, no GPU
+    python benchmarks/train_step.py --dry-run-cpu --out results/dry_run      # the same path with
+    tiny shapes, no GPU
 
-The real MegatronPolicy on random weights (nothing is downloaded), one PACS update a step. Every case is a process of its
-own, so a case that fails or runs out of memory does not affect the others; the table has its reason.
+The real MegatronPolicy on random weights (nothing is downloaded), one PACS update a step. Every
+case is a process of its own, so a case that fails or runs out of memory does not affect the others;
+the table has its reason.
 
-    tokens/s     all packed tokens of a step / its seconds (forward, backward, clip, Adam); median of the steps
+    tokens/s     all packed tokens of a step / its seconds (forward, backward, clip, Adam); median
+    of the steps
     fwd tok/s    the same for a forward-only pass, as in the score pass and `step_start`
-    TFLOP/s      3 x forward FLOPs by Megatron's formula (plan/timing.py), output layer counted for response tokens only
-    of peak      share of the GPU's dense bf16 peak (989 TFLOP/s on H100 and H200), for FP8 too, so that rows compare
+    TFLOP/s      3 x forward FLOPs by Megatron's formula (plan/timing.py), output layer counted for
+    response tokens only
+    of peak      share of the GPU's dense bf16 peak (989 TFLOP/s on H100 and H200), for FP8 too, so
+    that rows compare
     peak GiB     torch.cuda.max_memory_allocated over the timed steps
-    d loss, d norm   relative difference of the SFT loss and of the PACS gradient norm to the CPU path in fp32, on a
+    d loss, d norm   relative difference of the SFT loss and of the PACS gradient norm to the CPU
+    path in fp32, on a
                      four-layer cut of the same model with the same weights and tokens
-    r floor      max |r_j| of a score pass at unchanged weights: 0 where kernels are deterministic (objective.md)
+    r floor      max |r_j| of a score pass at unchanged weights: 0 where kernels are deterministic
+    (objective.md)
 
-The second table: log-probs at a vocabulary of 151,936, the chunked head against plain logits, forward and backward.
+The second table: log-probs at a vocabulary of 151,936, the chunked head against plain logits,
+forward and backward.
 """
 
 from __future__ import annotations
@@ -40,7 +49,9 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a GPU machine may have the dependencies without this package installed
+if (
+    str(ROOT) not in sys.path
+):  # a GPU machine may have the dependencies without this package installed
     sys.path.insert(0, str(ROOT))
 
 PEAK_TFLOPS = 989.0
@@ -85,16 +96,25 @@ class Setup:
     """check: the CPU path's file, for the comparison"""
 
 
-# ------------------------------------------------------------------------------------------------------------- workers
+# -------------------------------------------------------------------------------------------------------------
+# workers
 def spec_of(setup: Setup) -> Any:
-    """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the CPU keeps up."""
+    """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the
+    CPU keeps up.
+    """
     from pacs_megatron.models import ModelSpec, read_spec
     from pacs_megatron.workbench.plan.known_models import need_config
 
     hub_id = PRESETS[setup.preset][0]
     spec = read_spec(need_config(hub_id or TINY[setup.preset], "benchmark"))
     if hub_id is None:
-        small = {"hidden_size": 64, "ffn_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        small = {
+            "hidden_size": 64,
+            "ffn_size": 128,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+        }
         moe = spec.moe and replace(spec.moe, num_experts=4, top_k=2, expert_ffn_size=32)
         spec = replace(spec, **small, vocab_size=1000, moe=moe)
     assert isinstance(spec, ModelSpec)
@@ -104,7 +124,9 @@ def spec_of(setup: Setup) -> Any:
 
 
 def random_weights(table: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor]:
-    """A reader of Hugging Face tensors drawn from their names: the same on every machine, rounded to bf16 everywhere."""
+    """A reader of Hugging Face tensors drawn from their names: the same on every machine, rounded
+    to bf16 everywhere.
+    """
 
     def read(name: str) -> torch.Tensor:
         entry = table.by_hf[name]
@@ -127,7 +149,12 @@ def this_rank() -> Any:
 
 def build_policy(setup: Setup) -> Any:
     """(policy, its resources) on one rank."""
-    from pacs_megatron.config.schema import OptimizerOptions, ParallelOptions, PrecisionOptions, RecomputeOptions
+    from pacs_megatron.config.schema import (
+        OptimizerOptions,
+        ParallelOptions,
+        PrecisionOptions,
+        RecomputeOptions,
+    )
     from pacs_megatron.policy import precision
     from pacs_megatron.policy.engine import MegatronPolicy
 
@@ -171,7 +198,9 @@ def random_part(setup: Setup, vocab: int) -> Any:
         sampler_logprobs=np.full(int(lens.sum()), -8.0, dtype=np.float32),
         response_offsets=np.concatenate([[0], np.cumsum(lens)]),
     )
-    plan = plan_microbatches(facts, layout=Layout(world_size=1), tokens_per_microbatch=setup.tokens_per_microbatch)
+    plan = plan_microbatches(
+        facts, layout=Layout(world_size=1), tokens_per_microbatch=setup.tokens_per_microbatch
+    )
     return MiniBatch(facts=facts, tokens=tokens, plan=plan)
 
 
@@ -208,7 +237,10 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
     forward = timed(lambda: policy.logprobs(minibatch, "step_start"), setup.steps)
     num_tokens = int(minibatch.facts.lens.sum())
     flops = 3 * forward_flops(
-        policy.spec, num_tokens, num_tokens / setup.samples, float(minibatch.facts.response_lens.sum())
+        policy.spec,
+        num_tokens,
+        num_tokens / setup.samples,
+        float(minibatch.facts.response_lens.sum()),
     )
     seconds = statistics.median(steps)
     return {
@@ -220,12 +252,16 @@ def measure_speed(setup: Setup) -> dict[str, Any]:
         "forward_tokens_per_s": num_tokens / statistics.median(forward),
         "tflops": flops / seconds / 1e12,
         "peak_frac": flops / seconds / 1e12 / PEAK_TFLOPS,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30
+        if torch.cuda.is_available()
+        else None,
     }
 
 
 def measure_check(setup: Setup) -> dict[str, Any]:
-    """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared with the CPU path's file if it exists."""
+    """Log-probs, SFT loss, PACS gradient norm, score floor and drift; compared with the CPU path's
+    file if it exists.
+    """
     from pacs_megatron.objectives.pacs import PacsOptions
     from pacs_megatron.objectives.registry import build_objective
     from pacs_megatron.objectives.sft import SftOptions
@@ -259,20 +295,31 @@ def measure_check(setup: Setup) -> dict[str, Any]:
 
 
 def measure_head(setup: Setup) -> dict[str, Any]:
-    """Peak memory and seconds of log-probs and their gradients, chunked and plain, and their difference."""
+    """Peak memory and seconds of log-probs and their gradients, chunked and plain, and their
+    difference.
+    """
     import torch.distributed as dist
 
     from pacs_megatron.policy.head import token_logprobs
 
     vocab, hidden_size, tokens = (151936, 2560, 8192) if not setup.cpu else (1000, 64, 128)
-    device, dtype = this_rank().device, torch.bfloat16
+    device = this_rank().device
+    dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(0)
-    weight = (0.03 * torch.randn(vocab, hidden_size, generator=generator)).to(device, dtype).requires_grad_(True)
-    hidden = torch.randn(tokens, hidden_size, generator=generator).to(device, dtype).requires_grad_(True)
+    weight = (
+        (0.03 * torch.randn(vocab, hidden_size, generator=generator))
+        .to(device, dtype)
+        .requires_grad_(True)
+    )
+    hidden = (
+        torch.randn(tokens, hidden_size, generator=generator).to(device, dtype).requires_grad_(True)
+    )
     targets = torch.randint(0, vocab, (tokens,), generator=generator).to(device)
 
     def chunked() -> torch.Tensor:
-        return token_logprobs(hidden, weight, targets, vocab_size=vocab, group=dist.group.WORLD, want_entropy=True)[0]
+        return token_logprobs(
+            hidden, weight, targets, vocab_size=vocab, group=dist.group.WORLD, want_entropy=True
+        )[0]
 
     def plain() -> torch.Tensor:
         logprobs = torch.log_softmax((hidden @ weight.t()).float(), dim=-1)
@@ -308,7 +355,9 @@ WORKERS = {"speed": measure_speed, "check": measure_check, "head": measure_head}
 
 
 def run_worker(setups: list[Setup], out: Path) -> None:
-    """In the child: kind -> result, or one line with the reason for none; written to disk after each."""
+    """In the child: kind -> result, or one line with the reason for none; written to disk after
+    each.
+    """
     from pacs_megatron.errors import PacsError
 
     results: dict[str, Any] = {}
@@ -323,7 +372,8 @@ def run_worker(setups: list[Setup], out: Path) -> None:
             torch.cuda.empty_cache()
 
 
-# --------------------------------------------------------------------------------------------------------------- parent
+# ---------------------------------------------------------------------------------------------------------------
+# parent
 def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, Any]]:
     """One child process, its output in the raw log: kind -> result."""
     first = setups[0]
@@ -333,13 +383,25 @@ def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, A
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if first.cpu else {}
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **hidden}
     payload = json.dumps([asdict(setup) for setup in setups])
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", payload, "--out", str(result)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--worker",
+        payload,
+        "--out",
+        str(result),
+    ]
     with log.open("a") as stream:
         stream.write(f"\n===== {payload}\n")
         stream.flush()
         try:
             code = subprocess.run(
-                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=CASE_TIMEOUT_S, check=False
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=CASE_TIMEOUT_S,
+                check=False,
             ).returncode
             reason = f"the process ended with {code}; see {log.name}"
         except subprocess.TimeoutExpired:
@@ -370,10 +432,21 @@ def cell(value: Any, pattern: str) -> str:
 
 
 def speed_table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    header = ("case", "tokens/s", "fwd tok/s", "TFLOP/s", "of peak", "peak GiB", "d loss", "d norm", "r floor")
+    header = (
+        "case",
+        "tokens/s",
+        "fwd tok/s",
+        "TFLOP/s",
+        "of peak",
+        "peak GiB",
+        "d loss",
+        "d norm",
+        "r floor",
+    )
     lines = [" ".join(f"{name:>15}" if n == 0 else f"{name:>10}" for n, name in enumerate(header))]
     for case, row in rows.items():
-        speed, check = row["speed"], row["check"]
+        speed = row["speed"]
+        check = row["check"]
         cells = [
             cell(speed.get("tokens_per_s"), "{:,.0f}"),
             cell(speed.get("forward_tokens_per_s"), "{:,.0f}"),
@@ -385,7 +458,10 @@ def speed_table(rows: dict[str, dict[str, Any]]) -> list[str]:
             cell(check.get("score_floor"), "{:.1e}"),
         ]
         lines.append(f"{case:>15} " + " ".join(f"{text:>10}" for text in cells))
-        lines += [f"{'':>15} {reason}" for reason in sorted({p["refused"] for p in (speed, check) if "refused" in p})]
+        lines += [
+            f"{'':>15} {reason}"
+            for reason in sorted({p["refused"] for p in (speed, check) if "refused" in p})
+        ]
     return lines
 
 
@@ -393,11 +469,13 @@ def head_lines(head: dict[str, Any]) -> list[str]:
     if "refused" in head:
         return [f"log-prob head: {head['refused']}"]
     lines = [
-        f"log-probs of {head['tokens']:,} tokens, hidden {head['hidden']}, vocabulary {head['vocab']:,}, with gradients:"
+        f"log-probs of {head['tokens']:,} tokens, hidden {head['hidden']}, vocabulary "
+        f"{head['vocab']:,}, with gradients:"
     ]
     for name in ("chunked", "plain"):
         lines.append(
-            f"{name:>15} {cell(head.get(f'{name}_s'), '{:.4f} s')} {cell(head.get(f'{name}_extra_gib'), '{:.2f} GiB more')}"
+            f"{name:>15} {cell(head.get(f'{name}_s'), '{:.4f} s')} "
+            f"{cell(head.get(f'{name}_extra_gib'), '{:.2f} GiB more')}"
         )
     return [*lines, f"{'':>15} largest difference {cell(head.get('max_diff'), '{:.1e}')} nats"]
 
@@ -405,18 +483,30 @@ def head_lines(head: dict[str, Any]) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen3-0.6b")
-    parser.add_argument("--layers", type=int, help="layers of the timed model (default: the preset's)")
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=[c for c in CASES if c != "fp32"])
+    parser.add_argument(
+        "--layers", type=int, help="layers of the timed model (default: the preset's)"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=sorted(CASES), default=[c for c in CASES if c != "fp32"]
+    )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--response", type=int, default=3840)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--recompute", choices=("none", "full"), default="none", help="of the timed model")
-    parser.add_argument("--reference", type=Path, help="fp32-cpu.json of an earlier run with the same sizes")
+    parser.add_argument(
+        "--recompute", choices=("none", "full"), default="none", help="of the timed model"
+    )
+    parser.add_argument(
+        "--reference", type=Path, help="fp32-cpu.json of an earlier run with the same sizes"
+    )
     parser.add_argument("--only-check", action="store_true", help="only the correctness figures")
-    parser.add_argument("--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: tests the script")
-    parser.add_argument("--out", type=Path, required=True, help="folder for result.json and raw.log")
+    parser.add_argument(
+        "--dry-run-cpu", action="store_true", help="tiny shapes on the CPU: tests the script"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for result.json and raw.log"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -440,7 +530,9 @@ def setups(options: argparse.Namespace) -> tuple[Setup, Setup]:
         cpu=cpu,
         recompute=options.recompute,
     )
-    small = {} if cpu else {"samples": 8, "prompt": 32, "response": 96, "tokens_per_microbatch": 512}
+    small = (
+        {} if cpu else {"samples": 8, "prompt": 32, "response": 96, "tokens_per_microbatch": 512}
+    )
     check = replace(timed_setup, kind="check", layers=2 if cpu else 4, **small)
     return timed_setup, check
 
@@ -479,7 +571,9 @@ def main() -> int:
         rows[case] = run_case(wanted, out, log) if wanted else {}
         head = rows[case].pop("head", head)
         if "refused" in reference:
-            rows[case]["check"] = {"refused": f"the CPU path gave no reference: {reference['refused']}"}
+            rows[case]["check"] = {
+                "refused": f"the CPU path gave no reference: {reference['refused']}"
+            }
     for row in rows.values():
         row.setdefault("speed", {})
         row["check"].pop("logprobs", None)

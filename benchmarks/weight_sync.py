@@ -1,11 +1,12 @@
-"""GB/s of each weight-sync transport into a real SGLang server, beside a plain copy of the same bytes.
+"""GB/s of each weight-sync transport into a real SGLang server, beside a plain copy of the same
+bytes.
 
     python benchmarks/weight_sync.py [--hidden 768] [--layers 8] [--repeats 5] [--bucket-mib 64]
 
-Starts one server on CPU from .venv-sglang. Every push is timed from begin_update to end_update: pausing, sending,
-loading by the server, flushing its cache. `verify=full` is timed too (SHA-256 on both sides on CPU). `trainer` is the
-trainer's own work without any server: the digest and packing buckets. Prints one JSON object. GB = 10^9 bytes of bf16
-weights.
+Starts one server on CPU from .venv-sglang. Every push is timed from begin_update to end_update:
+pausing, sending, loading by the server, flushing its cache. `verify=full` is timed too (SHA-256 on
+both sides on CPU). `trainer` is the trainer's own work without any server: the digest and packing
+buckets. Prints one JSON object. GB = 10^9 bytes of bf16 weights.
 """
 
 import argparse
@@ -65,7 +66,9 @@ class Packing:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
@@ -77,7 +80,11 @@ def main() -> int:
 
     from tests.support.tiny_models import make_tiny_qwen3
 
-    shape = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers}
+    shape = {
+        "hidden_size": args.hidden,
+        "intermediate_size": 3 * args.hidden,
+        "num_hidden_layers": args.layers,
+    }
     shape |= {"num_attention_heads": 8, "head_dim": args.hidden // 8, "vocab_size": 32000}
     with ExitStack() as stack:
         tmp = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -87,9 +94,16 @@ def main() -> int:
         servers = SglangServers(python=(str(args.python),), device="cpu", max_total_tokens=4096)
 
         def options(transport: str, verify: str) -> SglangRollout:
-            sync = {"transport": transport, "verify": verify, "bucket_mib": args.bucket_mib, "timeout_s": 120.0}
+            sync = {
+                "transport": transport,
+                "verify": verify,
+                "bucket_mib": args.bucket_mib,
+                "timeout_s": 120.0,
+            }
             sampling = SamplingOptions(max_response_tokens=1)
-            return SglangRollout(engine="sglang", sampling=sampling, sync=SglangSync(**sync), servers=servers)
+            return SglangRollout(
+                engine="sglang", sampling=sampling, sync=SglangSync(**sync), servers=servers
+            )
 
         specs = server_specs(options("disk", "off"), ModelOptions(path=str(model)), tmp)
         [server] = start_servers(specs, START_S)
@@ -101,9 +115,14 @@ def main() -> int:
         }
         result["plain_copy_gb_per_s"] = round(plain_copy(weights, args.repeats), 2)
         packing = Packing(args.bucket_mib << 20)
-        own = [push(number, weights.items(), [packing]).seconds for number in range(args.repeats + 1)][1:]
+        own = [
+            push(number, weights.items(), [packing]).seconds for number in range(args.repeats + 1)
+        ][1:]
         seconds_s = statistics.median(own)
-        result["trainer"] = {"seconds": round(seconds_s, 3), "gb_per_s": round(num_bytes / seconds_s / 1e9, 3)}
+        result["trainer"] = {
+            "seconds": round(seconds_s, 3),
+            "gb_per_s": round(num_bytes / seconds_s / 1e9, 3),
+        }
         version = 0
         for transport in ("disk", "broadcast", "ipc"):
             for verify in ("off", "full"):
@@ -118,8 +137,17 @@ def main() -> int:
                 sync.close()
                 median = statistics.median(seconds[1:])
                 rate = num_bytes / median / 1e9
-                result[f"{transport}_verify_{verify}"] = {"seconds": round(median, 3), "gb_per_s": round(rate, 3)}
-                print(transport, verify, result[f"{transport}_verify_{verify}"], file=sys.stderr, flush=True)
+                result[f"{transport}_verify_{verify}"] = {
+                    "seconds": round(median, 3),
+                    "gb_per_s": round(rate, 3),
+                }
+                print(
+                    transport,
+                    verify,
+                    result[f"{transport}_verify_{verify}"],
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(json.dumps(result))
     return 0
 

@@ -1,4 +1,5 @@
-"""Megatron checkpoint (converted, or of a training run) -> Hugging Face folder; `--help` lists the options.
+"""Megatron checkpoint (converted, or of a training run) -> Hugging Face folder; `--help` lists the
+options.
 
 The same as `pacs-megatron convert to-hf`.
 """

@@ -1,4 +1,5 @@
-"""Compare a Hugging Face folder with a Megatron checkpoint and write a certificate; `--help` lists the options.
+"""Compare a Hugging Face folder with a Megatron checkpoint and write a certificate; `--help` lists
+the options.
 
 The same as `pacs-megatron convert verify`.
 """

@@ -1,4 +1,7 @@
-"""The documentation site: `make docs` builds it from the Markdown files as they are read in the repository."""
+"""The documentation site:
+
+`make docs` builds it from the Markdown files as they are read in the repository.
+"""
 
 import sys
 from pathlib import Path
@@ -9,11 +12,12 @@ from sphinx.application import Sphinx
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import reference  # noqa: E402
+import reference
 
 project = "pacs-megatron"
 extensions = ["myst_parser"]
-# The source folder is the repository, so that links between documents work on the site and in the repository alike.
+# The source folder is the repository, so that links between documents work on the site and in the
+# repository alike.
 include_patterns = ["*.md", "docs/**.md", "conversion/*.md", "examples/*.md", "slurm/*.md"]
 root_doc = "docs/README"
 html_theme = "furo"
@@ -23,8 +27,21 @@ myst_heading_anchors = 4
 nitpicky = True
 
 _CONTENTS = {
-    "Start": ["Overview <../README>", "architecture", "objective", "configuration", "reference", "metrics"],
-    "Use": ["operations", "security", "../slurm/README", "../conversion/README", "../examples/README"],
+    "Start": [
+        "Overview <../README>",
+        "architecture",
+        "objective",
+        "configuration",
+        "reference",
+        "metrics",
+    ],
+    "Use": [
+        "operations",
+        "security",
+        "../slurm/README",
+        "../conversion/README",
+        "../examples/README",
+    ],
     "Background": ["families", "compatibility", "experiments", "../CONTRIBUTING", "../CHANGELOG"],
 }
 
@@ -34,12 +51,19 @@ def add_generated_text(_app: Sphinx, document: str, content: list[str]) -> None:
     if document == "docs/reference":
         content[0] += reference.markdown()
     if document == root_doc:
-        folders = {title: sorted(HERE.glob(f"{title.lower()}/*.md")) for title in ("Measurements", "Decisions")}
+        folders = {
+            title: sorted(HERE.glob(f"{title.lower()}/*.md"))
+            for title in ("Measurements", "Decisions")
+        }
         listed = {Path(page).name for pages in _CONTENTS.values() for page in pages} | {"README"}
         folders |= {"Others": sorted(path for path in HERE.glob("*.md") if path.stem not in listed)}
-        contents = _CONTENTS | {t: [str(path.relative_to(HERE)) for path in found] for t, found in folders.items()}
+        contents = _CONTENTS | {
+            t: [str(path.relative_to(HERE)) for path in found] for t, found in folders.items()
+        }
         for title, pages in contents.items():
-            content[0] += f"\n```{{toctree}}\n:caption: {title}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+            content[0] += (
+                f"\n```{{toctree}}\n:caption: {title}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+            )
 
 
 def write_index(app: Sphinx, failure: Exception | None) -> None:

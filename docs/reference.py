@@ -13,7 +13,9 @@ Schema = dict[str, Any]
 
 
 def markdown() -> str:
-    """One section for each section of the file; a strategy (`rollout.engine`, ...) has a table of its own."""
+    """One section for each section of the file; a strategy (`rollout.engine`, ...) has a table of
+    its own.
+    """
     schema = json.loads(schema_json())
     parts = []
     for name, section in schema["properties"].items():
@@ -39,7 +41,9 @@ def _rows(schema: Schema, prefix: str, defs: Schema) -> Iterator[str]:
         if not meaning and not nested:
             logger.warning("configuration key %s has no description", key)
         if meaning or not nested:
-            default = _code(json.dumps(field["default"])) if "default" in field and not nested else ""
+            default = (
+                _code(json.dumps(field["default"])) if "default" in field and not nested else ""
+            )
             required = "required" if name in schema.get("required", ()) else default
             yield f"| `{key}` | {_type(field, defs)} | {required} | {_cell(meaning)} |"
         for variant in nested:
@@ -48,22 +52,35 @@ def _rows(schema: Schema, prefix: str, defs: Schema) -> Iterator[str]:
 
 
 def _objects(field: Schema, defs: Schema) -> list[Schema]:
-    """The sections that a field may contain: its own, those of its list items, those of its strategies."""
+    """The sections that a field may contain: its own, those of its list items, those of its
+    strategies.
+    """
     if "$ref" in field:
         return [defs[field["$ref"].rpartition("/")[2]]]
-    found = [field["items"]] if "items" in field else [*field.get("oneOf", ()), *field.get("anyOf", ())]
+    found = (
+        [field["items"]] if "items" in field else [*field.get("oneOf", ()), *field.get("anyOf", ())]
+    )
     return [schema for option in found for schema in _objects(option, defs)]
 
 
 def _choice(variant: Schema) -> str:
-    return next((f"{name}: {field['const']}" for name, field in variant["properties"].items() if "const" in field), "")
+    return next(
+        (
+            f"{name}: {field['const']}"
+            for name, field in variant["properties"].items()
+            if "const" in field
+        ),
+        "",
+    )
 
 
 def _type(field: Schema, defs: Schema) -> str:
     if "enum" in field:
         return ", ".join(_code(json.dumps(value).strip('"')) for value in field["enum"])
     if "anyOf" in field or "oneOf" in field:
-        types = (_type(option, defs) for option in [*field.get("anyOf", ()), *field.get("oneOf", ())])
+        types = (
+            _type(option, defs) for option in [*field.get("anyOf", ()), *field.get("oneOf", ())]
+        )
         return " or ".join(dict.fromkeys(types))
     if "$ref" in field:
         return "section"
@@ -74,7 +91,9 @@ def _type(field: Schema, defs: Schema) -> str:
 
 def _limits(field: Schema) -> str:
     names = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    return "".join(f" {sign} {field[name]}" for name, sign in names.items() if name in field).replace("|", "")
+    return "".join(
+        f" {sign} {field[name]}" for name, sign in names.items() if name in field
+    ).replace("|", "")
 
 
 def _code(text: str) -> str:

@@ -23,7 +23,8 @@ from pacs_megatron.runtime.command_line import (
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which printed files must not send to the terminal; tabs and line ends stay."""
+"""Control characters, which printed files must not send to the terminal; tabs and line ends stay.
+"""
 _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
@@ -90,9 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ------------------------------------------------------------------------------------- kinds of verb
+# ------------------------------------------------------------------------------------- kinds of
+# verb
 def _add_verb(verbs: _SubParsers, verb: str, text: str) -> argparse.ArgumentParser:
-    """The parser of `verb`, a key of `VERBS`; of `config show` this is `show` in the group `config`."""
+    """The parser of `verb`, a key of `VERBS`; of `config show` this is `show` in the group
+    `config`.
+    """
     parser = verbs.add_parser(verb.split()[-1], help=text, description=text)
     parser.set_defaults(place=VERBS[verb])
     return parser
@@ -137,7 +141,8 @@ def _add_no_verify(parser: argparse.ArgumentParser, dest: str) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ the verbs
+# ------------------------------------------------------------------------------------------ the
+# verbs
 def _add_results(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks")
     parser.add_argument(
@@ -223,9 +228,7 @@ def _add_results(verbs: _SubParsers) -> None:
 def _add_config(verbs: _SubParsers) -> None:
     config = _add_group(verbs, "config", "show or explain a configuration")
     _add_config_verb(config, "config show", "the resolved configuration with each key's origin")
-    parser = _add_config_verb(
-        config, "config explain", "values derived from the configuration"
-    )
+    parser = _add_config_verb(config, "config explain", "values derived from the configuration")
     parser.add_argument(
         "--ranks",
         type=integer_from(1),
@@ -248,15 +251,11 @@ def _add_data(verbs: _SubParsers) -> None:
 def _add_convert(verbs: _SubParsers) -> None:
     group = _add_group(verbs, "convert", "between Hugging Face and Megatron checkpoints")
     to_megatron = _add_verb(group, "convert to-megatron", "Hugging Face -> Megatron")
-    to_hf = _add_verb(
-        group, "convert to-hf", "Megatron (converted or of a run) -> Hugging Face"
-    )
+    to_hf = _add_verb(group, "convert to-hf", "Megatron (converted or of a run) -> Hugging Face")
     verify = _add_verb(group, "convert verify", "compare both tensor by tensor")
 
     for parser in (to_megatron, verify):
-        parser.add_argument(
-            "--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id"
-        )
+        parser.add_argument("--hf", required=True, metavar="DIR_OR_HUB_ID", help="folder or hub id")
     for parser in (to_hf, verify):
         parser.add_argument(
             "--checkpoint",
@@ -322,9 +321,7 @@ def _add_convert(verbs: _SubParsers) -> None:
 
 
 def _add_checks(verbs: _SubParsers) -> None:
-    parser = _add_config_verb(
-        verbs, "plan", "estimate memory and time of a run, without a GPU"
-    )
+    parser = _add_config_verb(verbs, "plan", "estimate memory and time of a run, without a GPU")
     parser.add_argument(
         "--search", action="store_true", help="compare all layouts of the same GPUs"
     )
@@ -414,9 +411,7 @@ def _add_jobs(verbs: _SubParsers) -> None:
         default=40,
         help="number (default: 40)",
     )
-    parser.add_argument(
-        "--follow", action="store_true", help="print new lines as they are written"
-    )
+    parser.add_argument("--follow", action="store_true", help="print new lines as they are written")
 
     parser = _add_run_verb(verbs, "cancel", "cancel a run's jobs")
     parser.add_argument("--save", action="store_true", help="request a save and stop instead")

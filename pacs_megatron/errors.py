@@ -20,7 +20,10 @@ class ExitCode(IntEnum):
 def one_line(text: str) -> str:
     """`text` on one line: line ends become spaces, other unprintable characters escapes."""
     joined = " ".join(line for line in text.splitlines() if line)
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in joined)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in joined
+    )
 
 
 def shown(value: object, limit: int = 60) -> str:
@@ -55,12 +58,18 @@ class RewardError(PacsError):
 
 
 class ConnectError(PacsError):
-    """The ranks cannot connect to each other: `what` failed with `cause`, of a store, of gloo or of NCCL."""
+    """The ranks cannot connect to each other:
+
+    `what` failed with `cause`, of a store, of gloo or of NCCL.
+    """
 
     def __init__(self, what: str, cause: object) -> None:
         first = str(cause).partition("\n")[0][:300]
         checks = "MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and `ulimit -n`"
-        super().__init__(f"{what}: {first}; if another rank ended, its message has the cause; otherwise check {checks}")
+        super().__init__(
+            f"{what}: {first}; if another rank ended, its message has the cause; otherwise check "
+            f"{checks}"
+        )
 
 
 class RolloutError(PacsError):
@@ -68,7 +77,10 @@ class RolloutError(PacsError):
 
 
 class SyncError(PacsError):
-    """A weight update is incomplete. The rollout engine must not sample before the next complete one."""
+    """A weight update is incomplete.
+
+    The rollout engine must not sample before the next complete one.
+    """
 
 
 class CheckpointError(PacsError):
@@ -84,7 +96,9 @@ class NonFiniteError(PacsError):
 
 
 def named_error(name: str, message: str) -> PacsError:
-    """The PacsError of that class name, or its base in this module, as received from another process."""
+    """The PacsError of that class name, or its base in this module, as received from another
+    process.
+    """
     known = [PacsError]
     for kind in known:  # grows: the derived classes of derived classes
         known += kind.__subclasses__()

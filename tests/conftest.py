@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-# A shell starts background jobs with SIGINT ignored, and children inherit that: tests that interrupt them would wait.
+# A shell starts background jobs with SIGINT ignored, and children inherit that: tests that
+# interrupt them would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -64,7 +65,10 @@ def any_tiny_qwen3(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def make_qwen3(tmp_path: Path) -> Callable[..., Path]:
-    """A factory for other shapes: `make_qwen3("name", tied=True, num_hidden_layers=4)` writes below tmp_path."""
+    """A factory for other shapes:
+
+    `make_qwen3("name", tied=True, num_hidden_layers=4)` writes below tmp_path.
+    """
 
     def make(name: str = "model", **options: object) -> Path:
         return make_tiny_qwen3(tmp_path / name, **options)  # type: ignore[arg-type]

@@ -3,9 +3,10 @@
     tools/compare_bits.py record FOLDER --checkout OLD --samples RUN --model MODEL
     tools/compare_bits.py compare FOLDER
 
-Four cases: the quickstart of 0.1 (shortened), a run that is stopped and resumed, a conversion both ways, and a run that
-receives recorded samples of SGLang (`--samples`: a run folder with `logging.save_tokens`, `--model`: its model). Weights,
-rollouts and every metric but times are compared. `RENAMED_KEYS` and METRIC_KEYS name what was renamed between the two.
+Four cases: the quickstart of 0.1 (shortened), a run that is stopped and resumed, a conversion both
+ways, and a run that receives recorded samples of SGLang (`--samples`: a run folder with
+`logging.save_tokens`, `--model`: its model). Weights, rollouts and every metric but times are
+compared. `RENAMED_KEYS` and METRIC_KEYS name what was renamed between the two.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import yaml
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from pacs_megatron.config.messages import RENAMED_KEYS  # noqa: E402
+from pacs_megatron.config.messages import RENAMED_KEYS
 
 METRIC_KEYS = {"lag/": "staleness/"}
 """metrics: old prefix -> new prefix"""
@@ -37,9 +38,15 @@ NEW_METRICS = (
     "batch/groups_together_frac", "batch/pipeline_bubble", "pacs/psi_mean_square", "pacs/score_drift_max",
 )  # fmt: skip
 """metrics that only one of the two writes"""
-CORRECTED_METRICS = ("grpo/importance_mean", "mismatch/ratio", "policy/entropy", "policy/logprob_mean")
+CORRECTED_METRICS = (
+    "grpo/importance_mean",
+    "mismatch/ratio",
+    "policy/entropy",
+    "policy/logprob_mean",
+)
 """metrics whose denominator was corrected: their tokens, over all updates of a step"""
-STOPPED, LIMIT_S = 75, 900.0
+STOPPED = 75
+LIMIT_S = 900.0
 
 Facts = dict[str, Any]
 
@@ -139,7 +146,9 @@ class Checkout:
     """Commands of one checkout, in one folder."""
 
     def __init__(self, root: Path, inputs: Path, work: Path) -> None:
-        self.root, self.inputs, self.work = root, inputs, work
+        self.root = root
+        self.inputs = inputs
+        self.work = work
         sources = (root / "pacs_megatron" / "config").glob("*.py")
         self.is_old = not any("max_staleness" in source.read_text() for source in sources)
 
@@ -147,9 +156,15 @@ class Checkout:
         return [sys.executable, "-m", "pacs_megatron", *arguments]
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(self.root),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         log = (self.work / "log.txt").open("ab")
-        return subprocess.Popen(command, cwd=self.work, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=self.work, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
 
     def run(self, *arguments: str, expected: int = 0) -> None:
         self.finish(self.start(self.command(*arguments)), expected)
@@ -158,7 +173,10 @@ class Checkout:
         code = process.wait(timeout=LIMIT_S)
         if code != expected:
             log = (self.work / "log.txt").read_text(errors="replace")
-            sys.exit(f"{process.args} in {self.root}: exit code {code}, expected {expected}\n{log[-3000:]}")
+            sys.exit(
+                f"{process.args} in {self.root}: exit code {code}, expected "
+                f"{expected}\n{log[-3000:]}"
+            )
 
     def config(self, options: Mapping[str, Any]) -> str:
         """Path of a file with these options, under the names that this checkout knows."""
@@ -178,13 +196,21 @@ class Checkout:
         folder = self.work / name
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {
-            "metrics": [{self._old(key): row[key] for key in row if self._is_compared(key)} for row in rows],
+            "metrics": [
+                {self._old(key): row[key] for key in row if self._is_compared(key)} for row in rows
+            ],
             "weights": digests(folder / "hf", "*.safetensors"),
-            "rollouts": digests(folder / "rollouts", "*.jsonl"),  # the format of exact records is a release's own
+            "rollouts": digests(
+                folder / "rollouts", "*.jsonl"
+            ),  # the format of exact records is a release's own
         }
 
     def _is_compared(self, key: str) -> bool:
-        return not key.startswith("time/") and "per_s" not in key and key not in NEW_METRICS + CORRECTED_METRICS
+        return (
+            not key.startswith("time/")
+            and "per_s" not in key
+            and key not in NEW_METRICS + CORRECTED_METRICS
+        )
 
     def _old(self, key: str) -> str:
         for old, new in METRIC_KEYS.items():
@@ -195,7 +221,10 @@ class Checkout:
 
 def digests(folder: Path, pattern: str) -> dict[str, str]:
     paths = sorted(path for path in folder.rglob(pattern) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+    }
 
 
 def with_data(checkout: Checkout, options: Mapping[str, Any], model: Path) -> dict[str, Any]:
@@ -207,7 +236,9 @@ def with_data(checkout: Checkout, options: Mapping[str, Any], model: Path) -> di
 
 
 def quickstart(checkout: Checkout) -> Facts:
-    checkout.run("train", checkout.config(with_data(checkout, WARM_START, checkout.inputs / "model")))
+    checkout.run(
+        "train", checkout.config(with_data(checkout, WARM_START, checkout.inputs / "model"))
+    )
     checkout.run("train", checkout.config(with_data(checkout, PACS, checkout.work / "warm" / "hf")))
     warm = checkout.facts("warm")
     for row in warm["metrics"]:  # a run without rewards had reward/mean 1.0
@@ -238,7 +269,8 @@ def conversion(checkout: Checkout) -> Facts:
     source, there, back = (checkout.work / name for name in ("warm/hf", "converted", "back"))
     checkout.run("convert", "to-megatron", "--hf", str(source), "--out", str(there))
     checkout.run("convert", "to-hf", "--checkpoint", str(there), "--out", str(back))
-    # Files of the Megatron side hold random ids, so its tensors are compared: the certificate has their digests.
+    # Files of the Megatron side hold random ids, so its tensors are compared: the certificate has
+    # their digests.
     certificate = json.loads((there / "certificate.json").read_text())
     tensors = {tensor["name"]: tensor["xxh3_128"] for tensor in certificate["megatron"]["tensors"]}
     return {"megatron": tensors, "hf": digests(back, "*.safetensors")}
@@ -250,11 +282,15 @@ def sglang(checkout: Checkout) -> Facts:
     work = checkout.work
     (work / "reward.py").write_text(REWARD)
     rows = {
-        "train": [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)],
+        "train": [
+            {"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)
+        ],
         "test": [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(4)],
     }
     for name, records in rows.items():
-        (work / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (work / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     columns = {"problem": "problem", "answer": "answer"}
     with RecordedSglang(checkout.inputs / "samples") as server:
         options = SGLANG | {
@@ -262,7 +298,9 @@ def sglang(checkout: Checkout) -> Facts:
             "rollout.urls": [server.url],
             "reward.function": f"{work}/reward.py:reward",
             "data.train.path": str(work / "train.jsonl"),
-            "evaluation.benchmarks": [{"path": str(work / "test.jsonl"), "name": "test", "columns": columns}],
+            "evaluation.benchmarks": [
+                {"path": str(work / "test.jsonl"), "name": "test", "columns": columns}
+            ],
         }
         checkout.run("train", checkout.config(options))
     return checkout.facts("sglang")
@@ -285,7 +323,9 @@ def collect(root: Path, inputs: Path, cases: list[str]) -> dict[str, Facts]:
 def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
-            yield from differences(old.get(key, "(missing)"), new.get(key, "(missing)"), f"{where}/{key}")
+            yield from differences(
+                old.get(key, "(missing)"), new.get(key, "(missing)"), f"{where}/{key}"
+            )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, pair in enumerate(zip(old, new, strict=True)):
             yield from differences(*pair, f"{where}/{index}")
@@ -308,28 +348,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the bits of two checkouts.")
     parser.add_argument("verb", choices=["record", "compare"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="the quickstart comes first")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="the quickstart comes first"
+    )
     parser.add_argument("--checkout", type=Path, default=REPO)
     parser.add_argument("--samples", type=Path, help="record: run folder of a run over SGLang")
-    parser.add_argument("--model", type=Path, help="record: Hugging Face folder that this run began with")
+    parser.add_argument(
+        "--model", type=Path, help="record: Hugging Face folder that this run began with"
+    )
     options = parser.parse_args()
     path = options.folder / "facts.json"
     if options.verb == "record":
         if "sglang" in options.cases and None in (options.samples, options.model):
             parser.error(
-                "the case sglang needs --samples and --model; or leave it out: --cases quickstart resumed conversion"
+                "the case sglang needs --samples and --model; or leave it out: --cases quickstart "
+                "resumed conversion"
             )
         make_inputs(options.folder / "inputs", options)
-        path.write_text(json.dumps(collect(options.checkout, options.folder / "inputs", options.cases), indent=1))
+        path.write_text(
+            json.dumps(
+                collect(options.checkout, options.folder / "inputs", options.cases), indent=1
+            )
+        )
         return 0
     if not path.is_file():
         parser.error(f"{path} does not exist: `record` in the old checkout comes first")
     recorded = json.loads(path.read_text())
     old = {name: recorded[name] for name in options.cases}
-    found = list(differences(old, collect(options.checkout, options.folder / "inputs", options.cases)))
+    found = list(
+        differences(old, collect(options.checkout, options.folder / "inputs", options.cases))
+    )
     for name in options.cases:
         mine = [line for line in found if line.startswith(f"/{name}/")]
-        print(f"{name}: {'equal' if not mine else f'{len(mine)} differences'}", *mine[:20], sep="\n  ")
+        print(
+            f"{name}: {'equal' if not mine else f'{len(mine)} differences'}", *mine[:20], sep="\n  "
+        )
     return 1 if found else 0
 
 

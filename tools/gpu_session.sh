@@ -75,7 +75,7 @@ case $stage in
     1)
         part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
         part modules 60 "$python" benchmarks/te_modules.py ${dry:+--dry-run-cpu} --out "$out/modules"
-        [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/test_head.py -q
+        [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/policy/test_head.py -q
         steps check-fp32 130 check-fp32 --only-check --cases fp32
         for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do
             steps "check-$case" 100 check-fp32 --only-check --cases "$case"
@@ -99,10 +99,10 @@ case $stage in
         ;;
     4)
         if [ -n "$dry" ]; then
-            part plan-exact 260 "$python" -m pytest tests/distributed/policy/test_plan_exact.py -q -k "one or tp2-tied"
+            part plan-exact 260 "$python" -m pytest tests/distributed/workbench/plan/test_memory.py -q -k "one or tp2-tied"
         else
             for case in qwen3-none qwen3-full qwen3_moe-none qwen3_moe-full; do
-                part "plan-$case" 110 "$python" -m pytest "tests/gpu/test_plan_memory.py::test_one_stage_is_as_planned[$case]" -q
+                part "plan-$case" 110 "$python" -m pytest "tests/gpu/workbench/plan/test_memory.py::test_one_stage_is_as_planned[$case]" -q
             done
         fi
         part constants 60 "$python" benchmarks/fit_constants.py "${out%/*}" "$out/constants"

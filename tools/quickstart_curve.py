@@ -1,6 +1,8 @@
-"""Draws `docs/measurements/quickstart/curve.svg`, the picture of the README, from the committed metrics of each seed.
+"""Draws `docs/measurements/quickstart/curve.svg`, the picture of the README, from the committed
+metrics of each seed.
 
-`python tools/quickstart_curve.py` reads `metrics-0.jsonl`, `metrics-1.jsonl`, ... beside the picture.
+`python tools/quickstart_curve.py` reads `metrics-0.jsonl`, `metrics-1.jsonl`, ... beside the
+picture.
 """
 
 import re
@@ -10,15 +12,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.observability.charts import HEIGHT, WIDTH, Chart, Series, line_chart  # noqa: E402
-from pacs_megatron.observability.metrics import Row, read_metrics  # noqa: E402
+from pacs_megatron.observability.charts import HEIGHT, WIDTH, Chart, Series, line_chart
+from pacs_megatron.observability.metrics import Row, read_metrics
 
 FOLDER = ROOT / "docs" / "measurements" / "quickstart"
 PANELS = (
     ("pass@1 on 96 held-out problems", "eval/test/pass@1"),
     ("distance to the label, mean |σ(ψ) − y|", "pacs/residual_mean"),
 )
-TITLE_HEIGHT, LEGEND_HEIGHT = 24, 22
+TITLE_HEIGHT = 24
+LEGEND_HEIGHT = 22
 # An image in a page has no style sheet but its own. The colours work on white and on dark.
 COLOURS = ("#2f74e0", "#d9660d", "#12876a")
 STYLE = """
@@ -38,15 +41,17 @@ def panel(title: str, key: str, runs: dict[str, list[Row]]) -> str:
     series = [
         Series(
             name=name,
-            points=[(int(row["step"] or 0), float(value)) for row in rows if (value := row.get(key)) is not None],
+            points=[
+                (int(row["step"] or 0), float(value))
+                for row in rows
+                if (value := row.get(key)) is not None
+            ],
         )
         for name, rows in runs.items()
     ]
     drawing = re.search(r"<svg[^>]*>(.*)</svg>", line_chart(Chart(title=title, series=series)))
     assert drawing is not None
-    return (
-        f'<text class="title" x="48" y="14">{title}</text><g transform="translate(0 {TITLE_HEIGHT})">{drawing[1]}</g>'
-    )
+    return f'<text class="title" x="48" y="14">{title}</text><g transform="translate(0 {TITLE_HEIGHT})">{drawing[1]}</g>'
 
 
 def picture(runs: dict[str, list[Row]]) -> str:
@@ -57,13 +62,17 @@ def picture(runs: dict[str, list[Row]]) -> str:
     ]
     top = TITLE_HEIGHT + HEIGHT
     legend = [
-        f'<g transform="translate({48 + 90 * number} {top})"><rect class="dot s{number}" width="10" height="10" rx="3"/>'
+        f'<g transform="translate({48 + 90 * number} {top})"><rect class="dot s{number}" '
+        'width="10" height="10" rx="3"/>'
         f'<text x="15" y="9">{name}</text></g>'
         for number, name in enumerate(runs)
     ]
-    colours = "".join(f".curve.s{i}{{stroke:{c}}}.dot.s{i}{{fill:{c}}}" for i, c in enumerate(COLOURS))
+    colours = "".join(
+        f".curve.s{i}{{stroke:{c}}}.dot.s{i}{{fill:{c}}}" for i, c in enumerate(COLOURS)
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(PANELS)} {top + LEGEND_HEIGHT}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(PANELS)} '
+        f'{top + LEGEND_HEIGHT}">'
         f"<style>{STYLE}{colours}</style>{''.join(panels)}{''.join(legend)}</svg>\n"
     )
 
@@ -71,7 +80,9 @@ def picture(runs: dict[str, list[Row]]) -> str:
 def main() -> None:
     """Write the picture."""
     found = sorted(FOLDER.glob("metrics-[0-9].jsonl"))
-    text = picture({f"seed {path.stem.removeprefix('metrics-')}": read_metrics(path) for path in found})
+    text = picture(
+        {f"seed {path.stem.removeprefix('metrics-')}": read_metrics(path) for path in found}
+    )
     (FOLDER / "curve.svg").write_text(text, encoding="utf-8")
 
 

@@ -1,7 +1,8 @@
-"""Checks the exported checkpoint: plain `transformers` must answer greedily with the very tokens of the policy.
+"""Checks the exported checkpoint: plain `transformers` must answer greedily with the very tokens of
+the policy.
 
-The policy comes from the run's own Megatron checkpoint and recomputes the whole sequence for every token, so it shares
-neither weights nor cache with the exported model.
+The policy comes from the run's own Megatron checkpoint and recomputes the whole sequence for every
+token, so it shares neither weights nor cache with the exported model.
 """
 
 import argparse
@@ -30,7 +31,11 @@ def exported_answers(folder: Path, prompts: list[np.ndarray], end: int) -> list[
     for prompt in prompts:
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS, pad_token_id=end
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=MAX_TOKENS,
+            pad_token_id=end,
         )
         answers.append(out[0, ids.shape[1] :].tolist())
     return answers
@@ -43,7 +48,9 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
 
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
     channel = context.join(config)
-    w = context.build(config, run_dir, model_folder(config.model.path), channel, None, StopFlag(run_dir))
+    w = context.build(
+        config, run_dir, model_folder(config.model.path), channel, None, StopFlag(run_dir)
+    )
     if saving.resume(w) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -65,7 +72,9 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
         positions = torch.tensor([[k for length in lens for k in range(length)]])
         with torch.no_grad():
             logits = model(ids, positions, None, packed_seq_params=packed)[0, bounds[1:].long() - 1]
-        for row, token in zip(open_rows, logits[:, : w.policy.spec.vocab_size].argmax(-1).tolist(), strict=True):
+        for row, token in zip(
+            open_rows, logits[:, : w.policy.spec.vocab_size].argmax(-1).tolist(), strict=True
+        ):
             sequences[row].append(token)
         open_rows = [row for row in open_rows if sequences[row][-1] != end]
         if not open_rows:
@@ -74,7 +83,9 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the exported checkpoint with the policy, greedily.")
+    parser = argparse.ArgumentParser(
+        description="Compare the exported checkpoint with the policy, greedily."
+    )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--num-prompts", type=int, default=32)
     args = parser.parse_args()

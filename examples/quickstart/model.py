@@ -1,7 +1,8 @@
-"""Writes the quickstart's model: a Qwen3 of 345 thousand parameters with random weights and its own tokenizer.
+"""Writes the quickstart's model: a Qwen3 of 345 thousand parameters with random weights and its own
+tokenizer.
 
-The checkpoint is an ordinary Hugging Face folder. Heads, query groups and vocabulary divide by 2, so that the model
-also trains with tensor parallelism 2.
+The checkpoint is an ordinary Hugging Face folder. Heads, query groups and vocabulary divide by 2,
+so that the model also trains with tensor parallelism 2.
 """
 
 import argparse
@@ -14,9 +15,12 @@ from transformers.utils.logging import disable_progress_bar
 
 VOCAB_SIZE = 384
 MAX_POSITIONS = 256
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 
-# Words stay whole and every digit stands alone, as in Qwen's tokenizers: arithmetic is learned digit by digit.
+# Words stay whole and every digit stands alone, as in Qwen's tokenizers: arithmetic is learned
+# digit by digit.
 WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+"
 
 CHAT_TEMPLATE = (
@@ -26,21 +30,24 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# The words of the quickstart come first, so that each becomes one token; the rest fills the vocabulary.
+# The words of the quickstart come first, so that each becomes one token; the rest fills the
+# vocabulary.
 FREQUENT_TEXT = "user\nsystem\nassistant\nWhat is 1 + 2? Answer in \\boxed{}. 1+2+0=03, \\boxed{3}"
 OTHER_TEXT = (
     "Please reason step by step, and put your final answer within \\boxed{}. "
-    "Compute the sum of the numbers, add the ones and then the tens, and carry what is left to the next column. "
-    "Subtract, multiply and divide the first number by the second, - * / < > ( ) [ ] and check that the result is right."
+    "Compute the sum of the numbers, add the ones and then the tens, and carry what is left to "
+    "the next column. "
+    "Subtract, multiply and divide the first number by the second, - * / < > ( ) [ ] and check "
+    "that the result is right."
 )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer of `VOCAB_SIZE` entries.
 
-    All 256 bytes are in the vocabulary, so any text survives encoding and decoding. It is the same for every seed.
-    Raises ValueError if the text above yields too few merges to fill the vocabulary: ids without a token would be
-    sampled now and then, and could not be decoded.
+    All 256 bytes are in the vocabulary, so any text survives encoding and decoding. It is the same
+    for every seed. Raises ValueError if the text above yields too few merges to fill the
+    vocabulary: ids without a token would be sampled now and then, and could not be decoded.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -60,7 +67,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator([FREQUENT_TEXT] * 20 + [OTHER_TEXT], trainer)
     size = tokenizer.get_vocab_size()
     if size != VOCAB_SIZE:
-        raise ValueError(f"the tokenizer has {size} entries, expected {VOCAB_SIZE}; add words to OTHER_TEXT")
+        raise ValueError(
+            f"the tokenizer has {size} entries, expected {VOCAB_SIZE}; add words to OTHER_TEXT"
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
@@ -92,7 +101,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def build_model(out_dir: Path, seed: int) -> None:
-    """Writes config, float32 weights drawn from `seed`, tokenizer and generation settings to `out_dir`."""
+    """Writes config, float32 weights drawn from `seed`, tokenizer and generation settings to
+    `out_dir`.
+    """
     disable_progress_bar()
     tokenizer = build_tokenizer()
     config = build_config(tokenizer)
@@ -111,7 +122,9 @@ def build_model(out_dir: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the quickstart's randomly initialised model.")
+    parser = argparse.ArgumentParser(
+        description="Write the quickstart's randomly initialised model."
+    )
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Writes the quickstart's arithmetic problems: sums of two three-digit numbers, worked column by column.
+"""Writes the quickstart's arithmetic problems: sums of two three-digit numbers, worked column by
+column.
 
-The demonstrations are a careless pupil's. The pupil adds every column right, but takes a wrong carry into the second
-and the third column with probability `carry_slip_prob`: a carry of 1 is forgotten, or one that is not there is added.
-Supervised training therefore yields a policy that knows addition but is unreliable at it, about equally for every
-seed; training on rewards has to make the right carry certain. The slips are planted: the rise of the quickstart's
-curve shows that the loop works, not what PACS gains on a real task.
+The demonstrations are a careless pupil's. The pupil adds every column right, but takes a wrong
+carry into the second and the third column with probability `carry_slip_prob`: a carry of 1 is
+forgotten, or one that is not there is added. Supervised training therefore yields a policy that
+knows addition but is unreliable at it, about equally for every seed; training on rewards has to
+make the right carry certain. The slips are planted: the rise of the quickstart's curve shows that
+the loop works, not what PACS gains on a real task.
 """
 
 import argparse
@@ -20,12 +22,14 @@ Problem = tuple[int, int]
 def worked_solution(problem: Problem, *, carry_slip_prob: float, rng: random.Random) -> str:
     r"""Returns the column-wise solution of `problem`, lowest column first, ending in `\boxed{}`.
 
-    A column reads `a+b+carry=total`; the total has two digits so that its first one is the next column's carry. Each
-    carry after the first column is wrong with probability `carry_slip_prob`; all that follows is consistent with it, so
-    the boxed number is the pupil's own result, right or not.
+    A column reads `a+b+carry=total`; the total has two digits so that its first one is the next
+    column's carry. Each carry after the first column is wrong with probability `carry_slip_prob`;
+    all that follows is consistent with it, so the boxed number is the pupil's own result, right or
+    not.
     """
     columns: list[str] = []
-    carry, result = 0, 0
+    carry = 0
+    result = 0
     for place in range(NUM_COLUMNS):
         first, second = (number // 10**place % 10 for number in problem)
         if place > 0 and rng.random() < carry_slip_prob:
@@ -39,7 +43,9 @@ def worked_solution(problem: Problem, *, carry_slip_prob: float, rng: random.Ran
 
 
 def as_record(problem: Problem, *, carry_slip_prob: float, rng: random.Random) -> dict[str, str]:
-    """Returns one record of DeepScaleR's schema; `answer` is always the right one, `solution` the pupil's."""
+    """Returns one record of DeepScaleR's schema; `answer` is always the right one, `solution` the
+    pupil's.
+    """
     return {
         "problem": f"What is {problem[0]} + {problem[1]}?",
         "answer": str(sum(problem)),
@@ -52,7 +58,8 @@ def sample_problems(num: int, rng: random.Random) -> list[Problem]:
 
     Raises ValueError if fewer than `num` such problems exist.
     """
-    lowest, highest = 10 ** (NUM_COLUMNS - 1), 10**NUM_COLUMNS - 1
+    lowest = 10 ** (NUM_COLUMNS - 1)
+    highest = 10**NUM_COLUMNS - 1
     side = highest - lowest + 1
     picks = rng.sample(range(side * side), num)
     return [(lowest + pick // side, lowest + pick % side) for pick in picks]
@@ -73,10 +80,11 @@ def write_problems(
     num_demonstrations: int = 2000,
     carry_slip_prob: float = 0.4,
 ) -> None:
-    """Writes `train.json`, `test.json` and `demonstrations.json` to `out_dir`; the three share no problem.
+    """Writes `train.json`, `test.json` and `demonstrations.json` to `out_dir`; the three share no
+    problem.
 
-    Only the demonstrations hold slips. The solutions of `train.json` and `test.json` are right and nothing trains on
-    them. The files depend on the arguments alone.
+    Only the demonstrations hold slips. The solutions of `train.json` and `test.json` are right and
+    nothing trains on them. The files depend on the arguments alone.
     """
     rng = random.Random(seed)
     problems = sample_problems(num_test + num_train + num_demonstrations, rng)
@@ -87,11 +95,16 @@ def write_problems(
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, (split, slip_prob) in splits.items():
-        write_records(out_dir / name, [as_record(problem, carry_slip_prob=slip_prob, rng=rng) for problem in split])
+        write_records(
+            out_dir / name,
+            [as_record(problem, carry_slip_prob=slip_prob, rng=rng) for problem in split],
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the quickstart's problems and demonstrations.")
+    parser = argparse.ArgumentParser(
+        description="Write the quickstart's problems and demonstrations."
+    )
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,6 +1,8 @@
-"""`make quickstart`: a tiny model, a warm start, PACS through the complete loop, and a checked Hugging Face checkpoint.
+"""`make quickstart`: a tiny model, a warm start, PACS through the complete loop, and a checked
+Hugging Face checkpoint.
 
-Every step is a command of the product, run as a user would; run it again and it continues where it stopped.
+Every step is a command of the product, run as a user would; run it again and it continues where it
+stopped.
 """
 
 import argparse
@@ -33,7 +35,9 @@ def run(*command: str) -> None:
         sys.exit(code)
 
 
-def make_inputs(folder: Path, seed: int, write: Callable[[Path, int], None] = write_problems) -> None:
+def make_inputs(
+    folder: Path, seed: int, write: Callable[[Path, int], None] = write_problems
+) -> None:
     """The model with random weights, and the problems that `write` makes; kept if they exist."""
     if (folder / "done").is_file():
         return
@@ -47,9 +51,11 @@ def summary(run_dir: Path) -> str:
     rows = [row for row in read_metrics(run_dir) if "eval/test/pass@1" in row]
     parts = []
     for k in (1, 8):
-        first, last = rows[0][f"eval/test/pass@{k}"], rows[-1][f"eval/test/pass@{k}"]
+        first = rows[0][f"eval/test/pass@{k}"]
+        last = rows[-1][f"eval/test/pass@{k}"]
         parts.append(f"pass@{k} {first:.3f} -> {last:.3f}")
-    problems, draws = rows[-1]["eval/test/num_problems"], rows[-1]["eval/test/num_samples"]
+    problems = rows[-1]["eval/test/num_problems"]
+    draws = rows[-1]["eval/test/num_samples"]
     return f"{', '.join(parts)}  ({problems} held-out problems, {draws} draws)"
 
 
@@ -58,12 +64,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="quickstart", help="runs/<name> is the run's folder")
     parser.add_argument("--dir", default="runs")
-    parser.add_argument("--short", action="store_true", help="a few steps only: shows the plumbing, learns nothing")
-    parser.add_argument("--shuffle-labels", action="store_true", help="control: with random labels nothing may rise")
-    parser.add_argument("overrides", nargs="*", help="key=value for the PACS run, e.g. run.steps=40")
+    parser.add_argument(
+        "--short", action="store_true", help="a few steps only: shows the plumbing, learns nothing"
+    )
+    parser.add_argument(
+        "--shuffle-labels", action="store_true", help="control: with random labels nothing may rise"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", help="key=value for the PACS run, e.g. run.steps=40"
+    )
     args = parser.parse_args()
     base = Path(args.dir)
-    inputs, warm, final = (base / f"{args.name}{suffix}" for suffix in ("-inputs", "-warmstart", ""))
+    inputs, warm, final = (
+        base / f"{args.name}{suffix}" for suffix in ("-inputs", "-warmstart", "")
+    )
     make_inputs(inputs, args.seed)
     common = (f"run.dir={base}", f"run.seed={args.seed}")
     run(
@@ -92,7 +106,10 @@ def main() -> None:
     run("examples.quickstart.check", str(final))
     print(summary(final))
     print(f"report: {final}/report.html   checkpoint: {final}/hf")
-    print("next: pacs-megatron train configs/runs/quickstart.yaml run.name=my-run objective.beta=2   (see README.md)")
+    print(
+        "next: pacs-megatron train configs/runs/quickstart.yaml run.name=my-run objective.beta=2  "
+        " (see README.md)"
+    )
 
 
 if __name__ == "__main__":

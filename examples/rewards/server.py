@@ -36,7 +36,14 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(413, {"error": "too long"})
         else:
             samples = json.loads(self.rfile.read(length))["samples"]
-            self._answer(200, {"rewards": [judge(sample) for sample in samples], "model": "example", "version": "1"})
+            self._answer(
+                200,
+                {
+                    "rewards": [judge(sample) for sample in samples],
+                    "model": "example",
+                    "version": "1",
+                },
+            )
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -51,7 +58,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, default=8123)
     server = ThreadingHTTPServer(("127.0.0.1", parser.parse_args().port), Handler)
     print(f"http://127.0.0.1:{server.server_port}/", flush=True)

@@ -1,4 +1,6 @@
-"""Converts samples to flat arrays (SampleFacts, TokenBuffers), selects samples, and lists arrays for transport."""
+"""Converts samples to flat arrays (SampleFacts, TokenBuffers), selects samples, and lists arrays
+for transport.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -10,9 +12,13 @@ from pacs_megatron.contracts import Group, Sample, SampleFacts, Stop, TokenBuffe
 from pacs_megatron.errors import RolloutError
 
 
-def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[SampleFacts, TokenBuffers]:
-    """(facts, tokens) of admitted, labelled groups in the given order; samples of a group in the group's order.
-    Raises RolloutError if `routing` replays the sampler's experts and a sample has none."""
+def tabulate(
+    groups: Sequence[Group], routing: RoutingKind = "own"
+) -> tuple[SampleFacts, TokenBuffers]:
+    """(facts, tokens) of admitted, labelled groups in the given order; samples of a group in the
+    group's order. Raises RolloutError if `routing` replays the sampler's experts and a sample has
+    none.
+    """
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     facts = SampleFacts(
         ids=tuple(s.id for _, s in samples),
@@ -26,12 +32,16 @@ def tabulate(groups: Sequence[Group], routing: RoutingKind = "own") -> tuple[Sam
     routes = None
     if routing != "own" and samples:
         routes = np.concatenate([_routes_of(sample) for _, sample in samples])
-    token_ids, logprobs = [s.token_ids for _, s in samples], [s.sampler_logprobs for _, s in samples]
+    token_ids = [s.token_ids for _, s in samples]
+    logprobs = [s.sampler_logprobs for _, s in samples]
     return facts, _buffers(np.arange(len(samples)), token_ids, logprobs, routes)
 
 
 def _buffers(
-    index: np.ndarray, token_ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], routes: np.ndarray | None
+    index: np.ndarray,
+    token_ids: Sequence[np.ndarray],
+    logprobs: Sequence[np.ndarray],
+    routes: np.ndarray | None,
 ) -> TokenBuffers:
     all_ids, offsets = flat(token_ids, np.int32)
     all_logprobs, response_offsets = flat(logprobs, np.float32)
@@ -48,15 +58,20 @@ def _buffers(
 def _routes_of(sample: Sample) -> np.ndarray:
     if sample.routes is None:
         raise RolloutError(
-            f"sample {sample.id} has no experts: it was sampled without policy.routing=replay_sampler; resume with "
+            f"sample {sample.id} has no experts: it was sampled without "
+            "policy.routing=replay_sampler; resume with "
             "policy.routing=own until its step is trained"
         )
     return sample.routes
 
 
-def select_tokens(tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray) -> TokenBuffers:
+def select_tokens(
+    tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray
+) -> TokenBuffers:
     """Samples at `positions` of `tokens` (not rows of the facts), with `index` set to `new_index`."""
-    at, responses_at, routes = tokens.offsets, tokens.response_offsets, tokens.routes
+    at = tokens.offsets
+    responses_at = tokens.response_offsets
+    routes = tokens.routes
     if routes is not None:
         routes = np.concatenate([routes[:0], *(tokens.routes_of(int(p)) for p in positions)])
     token_ids = [tokens.token_ids[at[p] : at[p + 1]] for p in positions]
@@ -81,4 +96,6 @@ def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
 def flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
     """(concatenated parts, int64 [parts + 1]: the start of each part, and the end of the last)"""
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-    return (np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)), offsets
+    return (
+        np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)
+    ), offsets

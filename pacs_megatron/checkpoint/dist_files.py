@@ -1,7 +1,8 @@
 """Saves and loads a sharded state dict in Megatron's `torch_dist` format, without helper processes.
 
-Megatron's writer starts a manager process and a pool at the first save. They take 7 to 11 s on a laptop, survive a
-killed rank and need an importable `__main__`. This module uses Megatron's planner and format with torch's plain writer.
+Megatron's writer starts a manager process and a pool at the first save. They take 7 to 11 s on a
+laptop, survive a killed rank and need an importable `__main__`. This module uses Megatron's planner
+and format with torch's plain writer.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
@@ -36,9 +39,11 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PlainTorchDistSave(TorchDistSaveShardedStrategy):
-    """`save` divides the tensors among the ranks, `write` writes them in this process, one file a rank, flushed to disk.
+    """`save` divides the tensors among the ranks, `write` writes them in this process, one file a
+    rank, flushed to disk.
 
-    Derived from Megatron's own strategy: from 0.17 on `dist_checkpointing.save` silently replaces any other class.
+    Derived from Megatron's own strategy: from 0.17 on `dist_checkpointing.save` silently replaces
+    any other class.
     """
 
     def __init__(self, copy: Copy) -> None:
@@ -55,7 +60,9 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
             # Divides tensors that several data-parallel ranks have among them, by size.
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             distribution = determine_main_replica_uniform_distribution(sharded_state_dict, group)
-            distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
+            distribute_main_replicas_with_precomputed_distribution(
+                sharded_state_dict, group, distribution
+            )
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         for shard in (shard for shards in renamed.values() for shard in shards):
             if isinstance(shard, ShardedTensor) and shard.data is not None:
@@ -64,20 +71,29 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
 
     @torch.no_grad()
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Writes this rank's files. Collective over `group`, a gloo group of all ranks; None: the default group."""
+        """Writes this rank's files.
+
+        Collective over `group`, a gloo group of all ranks; None: the default group.
+        """
         save(
             self._state,
-            storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1),
+            storage_writer=FileSystemWriter(
+                folder, single_file_per_rank=True, sync_files=True, thread_count=1
+            ),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
         self._state = {}
 
 
-def prepare_sharded(state: dict[str, Any], folder: Path, copy: Copy = lambda data: data) -> PlainTorchDistSave:
-    """Writes the common part of `state` to the existing, empty `folder`; `write` of the result writes the rest. Collective.
+def prepare_sharded(
+    state: dict[str, Any], folder: Path, copy: Copy = lambda data: data
+) -> PlainTorchDistSave:
+    """Writes the common part of `state` to the existing, empty `folder`; `write` of the result
+    writes the rest. Collective.
 
-    `copy` returns the values of a tensor that this rank writes. They must not change before `write` returns.
+    `copy` returns the values of a tensor that this rank writes. They must not change before `write`
+    returns.
     """
     strategy = PlainTorchDistSave(copy)
     with torch.no_grad():
@@ -86,14 +102,18 @@ def prepare_sharded(state: dict[str, Any], folder: Path, copy: Copy = lambda dat
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fills the sharded tensors of `state` from `folder` and returns the whole state dict. Collective.
+    """Fills the sharded tensors of `state` from `folder` and returns the whole state dict.
 
-    Raises CheckpointError if a later Megatron-Core wrote the folder than the installed one reads, or if a part is missing.
+    Collective.
+
+    Raises CheckpointError if a later Megatron-Core wrote the folder than the installed one reads,
+    or if a part is missing.
     """
     installed = version("megatron-core")
     if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
         raise CheckpointError(
-            f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and {installed} cannot read it; install "
+            f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and "
+            f"{installed} cannot read it; install "
             "megatron-core 0.19 (Python 3.12), or convert the checkpoint to Hugging Face there"
         )
     try:
@@ -105,7 +125,9 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
             f"{folder / COMMON_NAME} cannot be read: {reason}; restore it, or resume from older"
         ) from error
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+        loaded: dict[str, Any] = dist_checkpointing.load(
+            state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED
+        )
     except CheckpointingException as error:
         reason = one_line(str(error))[:300]
         raise CheckpointError(

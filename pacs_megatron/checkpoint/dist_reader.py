@@ -1,11 +1,13 @@
-"""Reads single tensors of a `torch_dist` checkpoint, written by a conversion or by a training run in any layout.
+"""Reads single tensors of a `torch_dist` checkpoint, written by a conversion or by a training run
+in any layout.
 
-Its index, `.metadata`, is a pickle of torch's `Metadata` record. Only a list of allowed classes is loaded from it, so a
-checkpoint of unknown origin cannot run code.
+Its index, `.metadata`, is a pickle of torch's `Metadata` record. Only a list of allowed classes is
+loaded from it, so a checkpoint of unknown origin cannot run code.
 
-torch's own reader (`torch.distributed.checkpoint.load` with FileSystemReader) is not used. It copies a whole tensor
-before it returns, reads a whole stack to get one expert, runs in one thread, and unpickles any class. A conversion
-needs views of mapped files, which limit its memory to a few tensors.
+torch's own reader (`torch.distributed.checkpoint.load` with FileSystemReader) is not used. It
+copies a whole tensor before it returns, reads a whole stack to get one expert, runs in one thread,
+and unpickles any class. A conversion needs views of mapped files, which limit its memory to a few
+tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from pacs_megatron.checkpoint.page_cache import MappedFile
 from pacs_megatron.errors import CheckpointError, one_line
@@ -30,9 +37,19 @@ from pacs_megatron.runtime.json_reader import read_bytes, read_object
 
 Shape = tuple[int, ...]
 _ZIP_HEADER_BYTES = 30
-"""Bytes of a zip archive's local file header before the name; its last 4 bytes are the lengths of name and extra field"""
+"""Bytes of a zip archive's local file header before the name; its last 4 bytes are the lengths of
+name and extra field
+"""
 _ZIP_LENGTHS_AT = 26
-UNREADABLE = (RuntimeError, ValueError, EOFError, OSError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile)
+UNREADABLE = (
+    RuntimeError,
+    ValueError,
+    EOFError,
+    OSError,
+    KeyError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 METADATA_NAME = ".metadata"
 CONFIG_NAME = "metadata.json"
@@ -48,12 +65,14 @@ CONFIG = {
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
-    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties "
     "TensorStorageMetadata _MEM_FORMAT_ENCODING",
     f"{_DCP}.filesystem": "_StorageInfo",
     f"{_DCP}.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
     "torch.serialization": "_get_layout",
-    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool float8_e4m3fn float8_e5m2",
+    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool "
+    "float8_e4m3fn float8_e5m2",
     "collections": "OrderedDict",
     "builtins": "set frozenset",
     "pathlib": "Path PosixPath PurePosixPath",
@@ -67,41 +86,54 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, "").split():
-            raise pickle.UnpicklingError(f"it loads {module}.{name}, which is not part of a checkpoint")
+            raise pickle.UnpicklingError(
+                f"it loads {module}.{name}, which is not part of a checkpoint"
+            )
         return super().find_class(module, name)
 
 
 def read_metadata(folder: Path) -> Metadata:
     """The index of a checkpoint's `dist` folder.
 
-    Raises CheckpointError unless Megatron may load this folder: complete, of a known format, no code in the index.
+    Raises CheckpointError unless Megatron may load this folder: complete, of a known format, no
+    code in the index.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is no Megatron distributed checkpoint")
     found = read_object(path, error=CheckpointError).get("sharded_backend")
     if found != CONFIG["sharded_backend"]:
-        raise CheckpointError(f"{path}: sharded_backend is {found!r}, expected {CONFIG['sharded_backend']!r}")
+        raise CheckpointError(
+            f"{path}: sharded_backend is {found!r}, expected {CONFIG['sharded_backend']!r}"
+        )
     path = folder / METADATA_NAME
     if not path.exists():
         raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one")
     content = read_bytes(path, error=CheckpointError)
     try:
         metadata = _checked(_Unpickler(io.BytesIO(content)).load())
-    except Exception as error:  # noqa: BLE001  a damaged pickle can raise anything
+    except Exception as error:
         reason = one_line(f"{type(error).__name__}: {error}")[:200]
         raise CheckpointError(f"{path} is damaged or unsafe ({reason}); use another copy") from None
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+        needed[info.relative_path] = max(
+            needed.get(info.relative_path, 0), info.offset + info.length
+        )
     for name, num_bytes in sorted(needed.items()):
         if Path(name).name != name:
-            raise CheckpointError(f"{folder / METADATA_NAME} names {name!r}, which is not a file of this folder")
+            raise CheckpointError(
+                f"{folder / METADATA_NAME} names {name!r}, which is not a file of this folder"
+            )
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing; the checkpoint is not complete, use another copy")
+            raise CheckpointError(
+                f"{file} is missing; the checkpoint is not complete, use another copy"
+            )
         if file.stat().st_size < num_bytes:
-            raise CheckpointError(f"{file} is {file.stat().st_size} bytes, expected {num_bytes}: truncated")
+            raise CheckpointError(
+                f"{file} is {file.stat().st_size} bytes, expected {num_bytes}: truncated"
+            )
     return metadata
 
 
@@ -139,7 +171,10 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 class DistReader:
-    """Reads a `dist` folder. Raises CheckpointError if files are missing, truncated or unsafe. `get` reads the data."""
+    """Reads a `dist` folder.
+
+    Raises CheckpointError if files are missing, truncated or unsafe. `get` reads the data.
+    """
 
     def __init__(self, folder: Path) -> None:
         metadata = read_metadata(folder)
@@ -147,7 +182,11 @@ class DistReader:
         self._storage = metadata.storage_data
         self._files: dict[Path, MappedFile] = {}
         self._mutex = threading.Lock()
-        self._tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._tensors = {
+            k: v
+            for k, v in metadata.state_dict_metadata.items()
+            if isinstance(v, TensorStorageMetadata)
+        }
 
     @property
     def keys(self) -> frozenset[str]:
@@ -161,25 +200,37 @@ class DistReader:
         return self._tensor(key).properties.dtype
 
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
-        """The whole tensor, or row `index` of its first dimension (a stack of experts). Safe from any thread.
+        """The whole tensor, or row `index` of its first dimension (a stack of experts).
 
-        A view of the mapped file (copy-on-write) if one piece contains all of it, else a new tensor.
+        Safe from any thread.
+
+        A view of the mapped file (copy-on-write) if one piece contains all of it, else a new
+        tensor.
         """
         tensor = self._tensor(key)
         low = [0] * len(tensor.size)
         high = list(tensor.size)
         if index is not None:
-            low[0], high[0] = index, index + 1
+            low[0] = index
+            high[0] = index + 1
         box = [stop - start for start, stop in zip(low, high, strict=True)]
         result: torch.Tensor | None = None
         covered = 0
         for number, chunk in enumerate(tensor.chunks):
             starts = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
-            stops = [min(a, b + n) for a, b, n in zip(high, chunk.offsets, chunk.sizes, strict=True)]
+            stops = [
+                min(a, b + n) for a, b, n in zip(high, chunk.offsets, chunk.sizes, strict=True)
+            ]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
-            data = self._read(MetadataIndex(key, chunk.offsets, number), tuple(chunk.sizes), tensor.properties.dtype)
-            source = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True))
+            data = self._read(
+                MetadataIndex(key, chunk.offsets, number),
+                tuple(chunk.sizes),
+                tensor.properties.dtype,
+            )
+            source = tuple(
+                slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True)
+            )
             part = data[source]
             covered += part.numel()
             if list(part.shape) == box:
@@ -187,30 +238,42 @@ class DistReader:
                 break
             if result is None:
                 result = torch.empty(box, dtype=part.dtype)
-            result[tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, low, strict=True))] = part
+            result[
+                tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, low, strict=True))
+            ] = part
         if result is None or covered != result.numel():
             raise CheckpointError(
-                f"{self._folder}: the pieces of {key} do not cover it; the checkpoint is not complete"
+                f"{self._folder}: the pieces of {key} do not cover it; the checkpoint is not "
+                "complete"
             )
         return result if index is None else result[0]
 
     def release(self, key: str, index: int | None = None) -> None:
-        """Drops the data of `get` from memory. Views read it again and lose values that were written to them."""
+        """Drops the data of `get` from memory.
+
+        Views read it again and lose values that were written to them.
+        """
         for number, chunk in enumerate(self._tensor(key).chunks):
-            if index is not None and not chunk.offsets[0] <= index < chunk.offsets[0] + chunk.sizes[0]:
+            if (
+                index is not None
+                and not chunk.offsets[0] <= index < chunk.offsets[0] + chunk.sizes[0]
+            ):
                 continue
             info = self._storage[MetadataIndex(key, chunk.offsets, number)]
             self._file(self._folder / info.relative_path).release(info.offset, info.length)
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
-            raise CheckpointError(f"{self._folder} has no tensor {key}; it belongs to another model")
+            raise CheckpointError(
+                f"{self._folder} has no tensor {key}; it belongs to another model"
+            )
         return self._tensors[key]
 
     def _read(self, index: MetadataIndex, sizes: Shape, dtype: torch.dtype) -> torch.Tensor:
         if index not in self._storage:
             raise CheckpointError(
-                f"{self._folder}: the index has no entry for a piece of {index.fqn}; use another copy"
+                f"{self._folder}: the index has no entry for a piece of {index.fqn}; use another "
+                "copy"
             )
         info = self._storage[index]
         path = self._folder / info.relative_path
@@ -221,12 +284,19 @@ class DistReader:
             data = _mapped(window)
         except UNREADABLE as error:
             # Without the message of torch's unpickler, which advises to load without its guard.
-            text = "" if isinstance(error, pickle.UnpicklingError) else f": {one_line(str(error))[:200]}"
+            text = (
+                ""
+                if isinstance(error, pickle.UnpicklingError)
+                else f": {one_line(str(error))[:200]}"
+            )
             raise CheckpointError(
-                f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}{text}); use another copy"
+                f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}{text}); "
+                "use another copy"
             ) from None
         if data is None or tuple(data.shape) != sizes or data.dtype != dtype:
-            raise CheckpointError(f"{path}: the piece of {index.fqn} does not match the index; use another copy")
+            raise CheckpointError(
+                f"{path}: the piece of {index.fqn} does not match the index; use another copy"
+            )
         return data
 
     def _file(self, path: Path) -> MappedFile:
@@ -237,7 +307,8 @@ class DistReader:
 
 
 def _mapped(window: _Window) -> torch.Tensor | None:
-    """The tensor that torch.save wrote into the window: a view of the file if the file has it in row-major order.
+    """The tensor that torch.save wrote into the window: a view of the file if the file has it in
+    row-major order.
 
     None for anything but a tensor.
     """
@@ -248,7 +319,9 @@ def _mapped(window: _Window) -> torch.Tensor | None:
     plain = outline.is_contiguous() and outline.storage_offset() == 0
     if start is None or not plain or outline.numel() == 0:
         window.seek(0)
-        loaded: torch.Tensor = torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
+        loaded: torch.Tensor = torch.load(
+            cast("IO[bytes]", window), map_location="cpu", weights_only=True
+        )
         return loaded.detach()
     raw = torch.frombuffer(window.file, dtype=torch.uint8, count=outline.nbytes, offset=start)
     aligned = raw if start % outline.dtype.itemsize == 0 else raw.clone()
@@ -256,11 +329,16 @@ def _mapped(window: _Window) -> torch.Tensor | None:
 
 
 def _storage_offset(window: _Window) -> int | None:
-    """Offset of the archive's only storage in the file; None if its bytes need swapping or unpacking."""
+    """Offset of the archive's only storage in the file; None if its bytes need swapping or
+    unpacking.
+    """
     with zipfile.ZipFile(cast("IO[bytes]", window)) as archive:
         by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         storage = by_name["data/0"]
-        if storage.compress_type != zipfile.ZIP_STORED or archive.read(by_name["byteorder"]) != sys.byteorder.encode():
+        if (
+            storage.compress_type != zipfile.ZIP_STORED
+            or archive.read(by_name["byteorder"]) != sys.byteorder.encode()
+        ):
             return None
     header = window.start + storage.header_offset
     name_bytes, extra_bytes = struct.unpack_from("<HH", window.file, header + _ZIP_LENGTHS_AT)
@@ -291,6 +369,8 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
-        view[:count] = memoryview(self.file)[self.start + self._position : self.start + self._position + count]
+        view[:count] = memoryview(self.file)[
+            self.start + self._position : self.start + self._position + count
+        ]
         self._position += count
         return count

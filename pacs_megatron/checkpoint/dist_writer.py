@@ -1,8 +1,9 @@
 """Writes a `torch_dist` checkpoint tensor by tensor; the model is never in memory.
 
-The result equals that of Megatron's `dist_checkpointing.save` for a GPTModel's sharded state dict, except for the number
-of files and the borders of the pieces. `dist_checkpointing.load` reads it in any layout. torch's writer is not used,
-because it needs every tensor in one state dict and loses errors of its threads.
+The result equals that of Megatron's `dist_checkpointing.save` for a GPTModel's sharded state dict,
+except for the number of files and the borders of the pieces. `dist_checkpointing.load` reads it in
+any layout. torch's writer is not used, because it needs every tensor in one state dict and loses
+errors of its threads.
 """
 
 import io
@@ -67,12 +68,16 @@ class DistWriter:
     def put(self, piece: Piece) -> None:
         """Writes one piece. Raises CheckpointError if it contradicts another piece of the tensor."""
         data = piece.data.detach().contiguous()
-        if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes the whole storage of a view
+        if (
+            data.untyped_storage().nbytes() != data.nbytes
+        ):  # torch.save writes the whole storage of a view
             data = data.clone()
         self._register(piece)
         stream = self._streams.get()
         try:
-            stream.write(bytes(-stream.position % ALIGNMENT))  # so that a reader can map the archive
+            stream.write(
+                bytes(-stream.position % ALIGNMENT)
+            )  # so that a reader can map the archive
             offset = stream.position
             torch.save(data, cast("IO[bytes]", stream))
             length = stream.position - offset
@@ -84,17 +89,24 @@ class DistWriter:
             self._storage[MetadataIndex(piece.key, piece.offset)] = info
 
     def finish(self) -> dict[str, FileFacts]:
-        """Checks that every tensor is complete, flushes the index to disk; returns size and digest of files by name."""
+        """Checks that every tensor is complete, flushes the index to disk; returns size and digest
+        of files by name.
+        """
         for key, tensor in self._tensors.items():
             covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if covered != math.prod(tensor.size):
-                raise CheckpointError(f"{key}: {covered} of {math.prod(tensor.size)} values were written")
+                raise CheckpointError(
+                    f"{key}: {covered} of {math.prod(tensor.size)} values were written"
+                )
             tensor.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
         facts = {stream.path.name: stream.finish() for stream in self._all_streams}
         index = Metadata(
             state_dict_metadata=dict(sorted(self._tensors.items())),
             storage_data=dict(
-                sorted(self._storage.items(), key=lambda item: (item[0].fqn, tuple(item[0].offset or ())))
+                sorted(
+                    self._storage.items(),
+                    key=lambda item: (item[0].fqn, tuple(item[0].offset or ())),
+                )
             ),
             storage_meta=StorageMeta(),
         )
@@ -118,16 +130,24 @@ class DistWriter:
     def _register(self, piece: Piece) -> None:
         with self._mutex:
             tensor = self._tensors.setdefault(
-                piece.key, TensorStorageMetadata(TensorProperties(dtype=piece.data.dtype), torch.Size(piece.shape), [])
+                piece.key,
+                TensorStorageMetadata(
+                    TensorProperties(dtype=piece.data.dtype), torch.Size(piece.shape), []
+                ),
             )
             if tensor.properties.dtype != piece.data.dtype or tuple(tensor.size) != piece.shape:
                 raise CheckpointError(
-                    f"{piece.key}: a piece of {piece.data.dtype} {list(piece.shape)} follows one of "
+                    f"{piece.key}: a piece of {piece.data.dtype} {list(piece.shape)} follows one "
+                    "of "
                     f"{tensor.properties.dtype} {list(tensor.size)}"
                 )
             if any(tuple(chunk.offsets) == piece.offset for chunk in tensor.chunks):
-                raise CheckpointError(f"{piece.key}: the piece at {list(piece.offset)} was written twice")
-            chunk = ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.data.shape))
+                raise CheckpointError(
+                    f"{piece.key}: the piece at {list(piece.offset)} was written twice"
+                )
+            chunk = ChunkStorageMetadata(
+                offsets=torch.Size(piece.offset), sizes=torch.Size(piece.data.shape)
+            )
             tensor.chunks.append(chunk)
 
 

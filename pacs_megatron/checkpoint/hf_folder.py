@@ -1,4 +1,7 @@
-"""A Hugging Face checkpoint folder: safetensors shards, index, config, tokenizer. No pickled weights, ever."""
+"""A Hugging Face checkpoint folder: safetensors shards, index, config, tokenizer.
+
+No pickled weights, ever.
+"""
 
 import json
 import os
@@ -11,7 +14,12 @@ from typing import Any, Self
 import torch
 
 from pacs_megatron.checkpoint.page_cache import WriteBehind
-from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, TensorInfo, plan_header, tensor_bytes
+from pacs_megatron.checkpoint.safetensors_file import (
+    SafetensorsFile,
+    TensorInfo,
+    plan_header,
+    tensor_bytes,
+)
 from pacs_megatron.checkpoint.staging import StagedFolder
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError
@@ -32,14 +40,16 @@ _METADATA_FOLDERS = ("additional_chat_templates",)
 class HfFolder:
     """Reads a folder; tensors are views of mapped files. Opening checks everything except the data.
 
-    Raises CheckpointError (ConversionError for config.json) with the file or tensor that is missing, truncated, duplicate
-    or not in the index.
+    Raises CheckpointError (ConversionError for config.json) with the file or tensor that is
+    missing, truncated, duplicate or not in the index.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint")
+            raise CheckpointError(
+                f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint"
+            )
         self.config: dict[str, Any] = load_config(self.path)
         self._file_of = self._open()
         self._check_dtypes()
@@ -55,12 +65,17 @@ class HfFolder:
         return self._file(name).get(name)
 
     def release(self, name: str) -> None:
-        """Drops the tensor from memory. Views read it again and lose values that were written to them."""
+        """Drops the tensor from memory.
+
+        Views read it again and lose values that were written to them.
+        """
         self._file(name).release(name)
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
-            raise CheckpointError(f"{self.path} has no tensor {name}; the weights and config.json do not match")
+            raise CheckpointError(
+                f"{self.path} has no tensor {name}; the weights and config.json do not match"
+            )
         return self._file_of[name]
 
     def _open(self) -> dict[str, SafetensorsFile]:
@@ -73,34 +88,44 @@ class HfFolder:
             file = SafetensorsFile(self.path / file_name)
             for name in file.tensors:
                 if name in file_of:
-                    raise CheckpointError(f"{name} is in {file_of[name].path.name} and in {file_name} of {self.path}")
+                    raise CheckpointError(
+                        f"{name} is in {file_of[name].path.name} and in {file_name} of {self.path}"
+                    )
                 if name not in weight_map:
-                    raise CheckpointError(f"{self.path / file_name} contains {name}, which {INDEX_NAME} does not list")
+                    raise CheckpointError(
+                        f"{self.path / file_name} contains {name}, which {INDEX_NAME} does not list"
+                    )
                 file_of[name] = file
         for name, file_name in weight_map.items():
             if name not in file_of or file_of[name].path.name != file_name:
                 raise CheckpointError(
-                    f"{index} maps {name} to {file_name}, which does not contain it; get a complete copy"
+                    f"{index} maps {name} to {file_name}, which does not contain it; get a "
+                    "complete copy"
                 )
         return file_of
 
     def _check_dtypes(self) -> None:
-        """Raises CheckpointError unless weights are floating-point, and 16-bit ones have the dtype of config.json.
+        """Raises CheckpointError unless weights are floating-point, and 16-bit ones have the dtype
+        of config.json.
 
         Otherwise a conversion would give wrong numbers without an error.
         """
-        declared = str(self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix("torch.")
+        declared = str(self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix(
+            "torch."
+        )
         wrong = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared)
         for name, file in self._file_of.items():
             dtype = file.tensors[name].dtype
             if dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
-                    f"{file.path}: {name} is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}; dequantise "
+                    f"{file.path}: {name} is {dtype}, expected one of "
+                    f"{', '.join(map(str, WEIGHT_DTYPES))}; dequantise "
                     "the model, or get another copy"
                 )
             if dtype == wrong:
                 raise CheckpointError(
-                    f"{file.path}: {name} is {dtype}, but config.json declares {declared}; correct the one that is wrong"
+                    f"{file.path}: {name} is {dtype}, but config.json declares {declared}; "
+                    "correct the one that is wrong"
                 )
 
     def _open_single(self) -> SafetensorsFile:
@@ -108,31 +133,46 @@ class HfFolder:
         if single.exists():
             return SafetensorsFile(single)
         if any(self.path.glob("model-*.safetensors")):
-            raise CheckpointError(f"{self.path / INDEX_NAME} is missing beside the weight shards; download it")
+            raise CheckpointError(
+                f"{self.path / INDEX_NAME} is missing beside the weight shards; download it"
+            )
         if any(self.path.glob("pytorch_model*.bin")):
             raise CheckpointError(
-                f"{self.path} has only pickled weights (.bin), which this program does not load; save them as safetensors"
+                f"{self.path} has only pickled weights (.bin), which this program does not load; "
+                "save them as safetensors"
             )
         raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
 
     def _weight_map(self, index: Path) -> dict[str, str]:
         weight_map = read_object(index, error=CheckpointError).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(f, str) for f in weight_map.values()
+        ):
             raise CheckpointError(f"{index}: weight_map must map names to files; download it again")
         for file_name in set(weight_map.values()):
-            if Path(file_name).name != file_name or not 0 < len(file_name.encode()) <= MAX_NAME_BYTES:
-                raise CheckpointError(f"{index} names {file_name[:100]!r}, which is not a file of this folder")
+            if (
+                Path(file_name).name != file_name
+                or not 0 < len(file_name.encode()) <= MAX_NAME_BYTES
+            ):
+                raise CheckpointError(
+                    f"{index} names {file_name[:100]!r}, which is not a file of this folder"
+                )
         return weight_map
 
 
 class HfFolderWriter:
     """Writes a folder of announced tensors; `put` takes them in any order, from any thread.
 
-    The files are in `<path>.partial-*` until `finish` renames it. Leaving the context before `finish` removes them.
+    The files are in `<path>.partial-*` until `finish` renames it. Leaving the context before
+    `finish` removes them.
     """
 
     def __init__(
-        self, path: str | Path, tensors: Iterable[TensorInfo], *, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        path: str | Path,
+        tensors: Iterable[TensorInfo],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         shards = _split(list(tensors), max_shard_bytes)
         self.staged = StagedFolder(Path(path))
@@ -143,9 +183,15 @@ class HfFolderWriter:
         self._mutex = threading.Lock()
         self._behind = WriteBehind()
         for number, shard in enumerate(shards, start=1):
-            name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = (
+                SINGLE_NAME
+                if len(shards) == 1
+                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            )
             header, stored = plan_header(shard)
-            descriptor = os.open(self.staged.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            descriptor = os.open(
+                self.staged.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
+            )
             self._descriptors.append(descriptor)
             self._write(descriptor, header, 0)
             self._place |= {info.name: (descriptor, info) for info in stored}
@@ -153,7 +199,10 @@ class HfFolderWriter:
         self._missing = set(self._place)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor, cast to the announced dtype. Raises CheckpointError on a wrong name or shape."""
+        """Writes one tensor, cast to the announced dtype.
+
+        Raises CheckpointError on a wrong name or shape.
+        """
         with self._mutex:
             if name not in self._missing:
                 reason = "was written already" if name in self._place else "was not announced"
@@ -161,7 +210,9 @@ class HfFolderWriter:
             self._missing.discard(name)
         descriptor, info = self._place[name]
         if tuple(tensor.shape) != info.shape:
-            raise CheckpointError(f"{name}: shape {list(tensor.shape)}, announced as {list(info.shape)}")
+            raise CheckpointError(
+                f"{name}: shape {list(tensor.shape)}, announced as {list(info.shape)}"
+            )
         data = tensor_bytes(tensor.to("cpu", info.dtype))
         self._write(descriptor, data, info.offset)
         self._behind.wrote(descriptor, info.offset, len(data))
@@ -172,22 +223,31 @@ class HfFolderWriter:
         return self.staged.commit()
 
     def seal(self, metadata_from: Path) -> None:
-        """Adds config.json (with the new dtype), tokenizer files and index; flushes and closes the shards.
+        """Adds config.json (with the new dtype), tokenizer files and index; flushes and closes the
+        shards.
 
         Raises CheckpointError with an announced tensor that was not put.
         """
         if self._missing:
             name = min(self._missing)
             raise CheckpointError(
-                f"{self.staged.target}: {len(self._missing)} tensors were never written, e.g. {name}; nothing is kept"
+                f"{self.staged.target}: {len(self._missing)} tensors were never written, e.g. "
+                f"{name}; nothing is kept"
             )
         infos = [info for _, info in self._place.values()]
         is_critic = "score.weight" in self._place
-        copy_hf_metadata(metadata_from, self.staged.path, dtypes={info.dtype for info in infos}, is_critic=is_critic)
+        copy_hf_metadata(
+            metadata_from,
+            self.staged.path,
+            dtypes={info.dtype for info in infos},
+            is_critic=is_critic,
+        )
         if len(self._descriptors) > 1:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
-            write_atomically(self.staged.path / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()])
+            write_atomically(
+                self.staged.path / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()]
+            )
         with naming(self.staged.path):
             for descriptor in self._descriptors:
                 os.fsync(descriptor)
@@ -215,21 +275,38 @@ class HfFolderWriter:
 
 def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
     """The tensors of these entries, for HfFolderWriter."""
-    return [TensorInfo(n, dtype, s) for e in entries for n, s in zip(e.hf_names, e.hf_shapes, strict=True)]
+    return [
+        TensorInfo(n, dtype, s)
+        for e in entries
+        for n, s in zip(e.hf_names, e.hf_shapes, strict=True)
+    ]
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Config, generation config, tokenizer and chat template files; no weights, no code. Raises CheckpointError."""
-    files = [p for p in folder.iterdir() if p.suffix in _METADATA_SUFFIXES and is_file(p, CheckpointError)]
+    """Config, generation config, tokenizer and chat template files; no weights, no code.
+
+    Raises CheckpointError.
+    """
+    files = [
+        p
+        for p in folder.iterdir()
+        if p.suffix in _METADATA_SUFFIXES and is_file(p, CheckpointError)
+    ]
     files += [p for name in _METADATA_FOLDERS for p in (folder / name).glob("*.jinja")]
-    return sorted(p for p in files if not p.name.endswith(".index.json") and p.name not in _OWN_FILES)
+    return sorted(
+        p for p in files if not p.name.endswith(".index.json") and p.name not in _OWN_FILES
+    )
 
 
 _OWN_FILES = ("certificate.json", "manifest.json")
 
 
-def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype], is_critic: bool = False) -> None:
-    """Copies `metadata_files`; config.json gets the dtype of the weights if they have a single one, and a critic's class."""
+def copy_hf_metadata(
+    source: Path, target: Path, *, dtypes: set[torch.dtype], is_critic: bool = False
+) -> None:
+    """Copies `metadata_files`; config.json gets the dtype of the weights if they have a single one,
+    and a critic's class.
+    """
     for file in metadata_files(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -239,12 +316,18 @@ def copy_hf_metadata(source: Path, target: Path, *, dtypes: set[torch.dtype], is
     config = load_config(source)
     if is_critic:
         family = "".join(part.capitalize() for part in str(config["model_type"]).split("_"))
-        config |= {"architectures": [family + CRITIC_CLASS], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+        config |= {
+            "architectures": [family + CRITIC_CLASS],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
     if len(dtypes) == 1:
         # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
         config |= dict.fromkeys(keys, str(next(iter(dtypes))).removeprefix("torch."))
-    write_atomically(target / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
+    write_atomically(
+        target / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()]
+    )
 
 
 def _split(tensors: list[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:

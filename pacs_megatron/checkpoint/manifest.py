@@ -1,8 +1,9 @@
-"""manifest.json: identifies the checkpoint in a folder and lists its files with digests. It is written last, so it
-marks a complete checkpoint.
+"""manifest.json: identifies the checkpoint in a folder and lists its files with digests.
 
-A checkpoint folder: `manifest.json`, `dist/` (Megatron's torch_dist format), `hf/` (config.json and tokenizer, what an
-export needs besides the weights). There may be other files.
+It is written last, so it marks a complete checkpoint.
+
+A checkpoint folder: `manifest.json`, `dist/` (Megatron's torch_dist format), `hf/` (config.json and
+tokenizer, what an export needs besides the weights). There may be other files.
 """
 
 import hashlib
@@ -15,7 +16,13 @@ from typing import Annotated
 import xxhash
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, Position, position_of, read_run_identity
+from pacs_megatron.checkpoint.names import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_NAME,
+    Position,
+    position_of,
+    read_run_identity,
+)
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
@@ -61,7 +68,10 @@ _READER = TypeAdapter(Manifest)
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes and flushes manifest.json."""
-    files = {name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128} for name, f in sorted(manifest.files.items())}
+    files = {
+        name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128}
+        for name, f in sorted(manifest.files.items())
+    }
     content = {
         "format": FORMAT,
         "run": manifest.run,
@@ -73,13 +83,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`. Raises CheckpointError if it is missing, damaged, of another version, or incomplete."""
+    """The manifest of `folder`.
+
+    Raises CheckpointError if it is missing, damaged, of another version, or incomplete.
+    """
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {folder} is no checkpoint, or was not written completely")
+        raise CheckpointError(
+            f"{path} is missing; {folder} is no checkpoint, or was not written completely"
+        )
     content = read_object(path, error=CheckpointError)
     if (number := content.get("format")) != FORMAT:
-        raise CheckpointError(f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote it")
+        raise CheckpointError(
+            f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote "
+            "it"
+        )
     try:
         manifest = _READER.validate_python(content)
     except ValidationError as error:
@@ -89,13 +107,15 @@ def read_manifest(folder: Path) -> Manifest:
     for file in sorted((folder / DIST_FOLDER).glob("[!.]*")):  # it has no digest
         if f"{DIST_FOLDER}/{file.name}" not in manifest.files:
             raise CheckpointError(
-                f"{path} does not list {file}; it is damaged, or the file is not part of the checkpoint"
+                f"{path} does not list {file}; it is damaged, or the file is not part of the "
+                "checkpoint"
             )
     return manifest
 
 
 def check_identity(folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError unless the manifest has the folder's name and the identity of the run around it.
+    """Raises CheckpointError unless the manifest has the folder's name and the identity of the run
+    around it.
 
     This detects swapped checkpoints, which are complete.
     """
@@ -104,20 +124,24 @@ def check_identity(folder: Path, manifest: Manifest) -> None:
         found = Position(manifest.step, manifest.updates)
         if found != position:
             raise CheckpointError(
-                f"{folder} contains the checkpoint of {found}; folders were renamed or swapped, restore the name {found.name}"
+                f"{folder} contains the checkpoint of {found}; folders were renamed or swapped, "
+                f"restore the name {found.name}"
             )
     if folder.parent.name != CHECKPOINTS_FOLDER or manifest.run is None:
         return
     identity = read_run_identity(folder.parent.parent)
     if identity is not None and identity != manifest.run:
         raise CheckpointError(
-            f"{folder} belongs to run {manifest.run}, but {folder.parent.parent} is run {identity}; restore the run's own "
+            f"{folder} belongs to run {manifest.run}, but {folder.parent.parent} is run "
+            f"{identity}; restore the run's own "
             "checkpoint, or start a new run folder from this one"
         )
 
 
 def check_checkpoint(folder: Path, *, digests: bool = True, share: slice = slice(None)) -> Manifest:
-    """The manifest of a complete checkpoint. Raises CheckpointError for a wrong identity or a missing or altered file.
+    """The manifest of a complete checkpoint.
+
+    Raises CheckpointError for a wrong identity or a missing or altered file.
 
     `share`: slice of the files in order that this process checks.
     """
@@ -125,7 +149,11 @@ def check_checkpoint(folder: Path, *, digests: bool = True, share: slice = slice
     check_identity(folder, manifest)
     size = sum(facts.nbytes for facts in manifest.files.values())
     with report_wait(f"for the digests of {folder} ({size / 1e9:.1f} GB)"):
-        check_files(folder, replace(manifest, files=dict(sorted(manifest.files.items())[share])), digests=digests)
+        check_files(
+            folder,
+            replace(manifest, files=dict(sorted(manifest.files.items())[share])),
+            digests=digests,
+        )
     return manifest
 
 
@@ -137,13 +165,21 @@ def digest_file(path: Path) -> FileFacts:
 
 
 def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:
-    """Raises CheckpointError naming the first file that is missing, of another size, or (with `digests`) altered."""
+    """Raises CheckpointError naming the first file that is missing, of another size, or (with
+    `digests`) altered.
+    """
     for name, facts in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another copy")
+            raise CheckpointError(
+                f"{path} is missing; the checkpoint is not complete, use another copy"
+            )
         size = path.stat().st_size
         if size != facts.nbytes:
-            raise CheckpointError(f"{path} is {size} bytes, expected {facts.nbytes}: truncated or altered")
+            raise CheckpointError(
+                f"{path} is {size} bytes, expected {facts.nbytes}: truncated or altered"
+            )
         if digests and digest_file(path).xxh3_128 != facts.xxh3_128:
-            raise CheckpointError(f"{path} was altered since it was written (xxh3-128 differs); use another copy")
+            raise CheckpointError(
+                f"{path} was altered since it was written (xxh3-128 differs); use another copy"
+            )

@@ -1,4 +1,6 @@
-"""Reads the policy's weights of a Megatron checkpoint through the weight table, also under Hugging Face names."""
+"""Reads the policy's weights of a Megatron checkpoint through the weight table, also under Hugging
+Face names.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,12 @@ import torch
 
 from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX, DistReader
 from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder
-from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, check_checkpoint, read_manifest
+from pacs_megatron.checkpoint.manifest import (
+    DIST_FOLDER,
+    HF_FOLDER,
+    check_checkpoint,
+    read_manifest,
+)
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, position_of
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
@@ -19,8 +26,8 @@ _NOT_WEIGHTS = "._extra_state"
 class MegatronWeights:
     """A converted or training checkpoint. `get` takes Hugging Face names, as HfFolder does.
 
-    Raises CheckpointError for files that are missing or altered, a checkpoint under another one's name, a key that no row
-    of the table maps, a row without a key, or a wrong shape.
+    Raises CheckpointError for files that are missing or altered, a checkpoint under another one's
+    name, a key that no row of the table maps, a row without a key, or a wrong shape.
     """
 
     def __init__(self, path: str | Path, *, digests: bool = True) -> None:
@@ -56,26 +63,35 @@ class MegatronWeights:
         if name not in self.table.by_hf:
             raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
         entry = self.table.by_hf[name]
-        if self._newest is None or self._newest[0] is not entry:  # one tensor here is up to three there
+        if (
+            self._newest is None or self._newest[0] is not entry
+        ):  # one tensor here is up to three there
             self._newest = entry, entry.to_hf(self.get_entry(entry))
         return self._newest[1][entry.hf_names.index(name)]
 
     def _check_keys(self) -> None:
         folder = self.path / DIST_FOLDER
         expected = {MODEL_PREFIX + e.checkpoint_key: e for e in self.table.entries}
-        found = {k for k in self._reader.keys if k.startswith(MODEL_PREFIX) and _NOT_WEIGHTS not in k}
+        found = {
+            k for k in self._reader.keys if k.startswith(MODEL_PREFIX) and _NOT_WEIGHTS not in k
+        }
         family = self.table.spec.family
         for key in sorted(found - expected.keys()):
-            raise CheckpointError(f"{folder} contains {key}, which no row of the table of family {family} maps")
+            raise CheckpointError(
+                f"{folder} contains {key}, which no row of the table of family {family} maps"
+            )
         for key in sorted(expected.keys() - found):
             raise CheckpointError(f"{folder} lacks {key}, which the table of family {family} needs")
         for key, entry in expected.items():
             if self.dtype(entry) not in WEIGHT_DTYPES:
-                raise CheckpointError(f"{folder}: {key} is {self.dtype(entry)}, which is no dtype of weights")
+                raise CheckpointError(
+                    f"{folder}: {key} is {self.dtype(entry)}, which is no dtype of weights"
+                )
         for key, entry in expected.items():
             if self._reader.shape(key) != entry.checkpoint_shape:
                 raise CheckpointError(
-                    f"{folder}: {key} is {list(self._reader.shape(key))}, expected {list(entry.checkpoint_shape)} from "
+                    f"{folder}: {key} is {list(self._reader.shape(key))}, expected "
+                    f"{list(entry.checkpoint_shape)} from "
                     f"{HF_FOLDER}/config.json; they belong to different models"
                 )
 
@@ -86,12 +102,17 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
 
 
 def open_weights(path: str | Path, *, digests: bool = True) -> HfFolder | MegatronWeights:
-    """The weights at `model.path`: a Hugging Face folder, a converted checkpoint or a training checkpoint."""
-    return MegatronWeights(path, digests=digests) if is_megatron_checkpoint(path) else HfFolder(path)
+    """The weights at `model.path`: a Hugging Face folder, a converted checkpoint or a training
+    checkpoint.
+    """
+    return (
+        MegatronWeights(path, digests=digests) if is_megatron_checkpoint(path) else HfFolder(path)
+    )
 
 
 def find_checkpoint(path: str | Path, step: int | None) -> Path:
-    """`path` itself, or the checkpoint of `step` in a run's folder (or its `checkpoints`); None: the newest one.
+    """`path` itself, or the checkpoint of `step` in a run's folder (or its `checkpoints`); None:
+    the newest one.
 
     Raises CheckpointError with the steps that exist.
     """
@@ -99,17 +120,25 @@ def find_checkpoint(path: str | Path, step: int | None) -> Path:
     if is_megatron_checkpoint(folder):
         found = read_manifest(folder).step
         if step is not None and step != found:
-            raise CheckpointError(f"{folder} is the checkpoint of step {found}, not of step {step}; correct --step")
+            raise CheckpointError(
+                f"{folder} is the checkpoint of step {found}, not of step {step}; correct --step"
+            )
         return folder
     parent = folder / CHECKPOINTS_FOLDER if (folder / CHECKPOINTS_FOLDER).is_dir() else folder
     by_step: dict[int, Path] = {}
     for child in sorted(parent.iterdir()) if parent.is_dir() else ():
         position = position_of(child.name)
         is_whole = ".partial" not in child.name and not (position and position.updates)
-        if is_whole and is_megatron_checkpoint(child) and (found := read_manifest(child).step) is not None:
+        if (
+            is_whole
+            and is_megatron_checkpoint(child)
+            and (found := read_manifest(child).step) is not None
+        ):
             by_step[found] = child
     if not by_step:
-        raise CheckpointError(f"{folder} contains no complete checkpoint (one with {MANIFEST_NAME})")
+        raise CheckpointError(
+            f"{folder} contains no complete checkpoint (one with {MANIFEST_NAME})"
+        )
     wanted = max(by_step) if step is None else step
     if wanted not in by_step:
         steps = ", ".join(str(s) for s in sorted(by_step))

@@ -1,6 +1,7 @@
 """Names of a run's checkpoints, and the identity of the run.
 
-`step_000010`: after step 10. `step_000010_plus_03`: three updates into step 11, where a run was stopped; for resuming only.
+`step_000010`: after step 10. `step_000010_plus_03`: three updates into step 11, where a run was
+stopped; for resuming only.
 """
 
 import re
@@ -30,7 +31,9 @@ class Position(NamedTuple):
         return f"step_{self.step:06d}" + (f"_plus_{self.updates:02d}" if self.updates else "")
 
     def __str__(self) -> str:
-        return f"step {self.step}" + (f" and {self.updates} updates of the next" if self.updates else "")
+        return f"step {self.step}" + (
+            f" and {self.updates} updates of the next" if self.updates else ""
+        )
 
 
 def position_of(name: str) -> Position | None:
@@ -69,4 +72,6 @@ def newest_step(run_dir: Path) -> int | None:
 def read_run_identity(run_dir: Path) -> str | None:
     """The identity that every checkpoint of the run records; None before the first save."""
     file = run_dir / RUN_IDENTITY_FILE
-    return read_text(file, error=CheckpointError).strip() if is_file(file, CheckpointError) else None
+    return (
+        read_text(file, error=CheckpointError).strip() if is_file(file, CheckpointError) else None
+    )

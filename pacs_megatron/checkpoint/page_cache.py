@@ -1,7 +1,7 @@
 """Reads and writes large files once, and drops used pages from the page cache.
 
-Otherwise a conversion fills the cache with pages that are not read again. Their allocation costs CPU time, and the
-kernel drops the cached files of other programs.
+Otherwise a conversion fills the cache with pages that are not read again. Their allocation costs
+CPU time, and the kernel drops the cached files of other programs.
 """
 
 import mmap
@@ -25,7 +25,10 @@ class MappedFile:
         self.map.madvise(mmap.MADV_WILLNEED, first, start + nbytes - first)
 
     def release(self, start: int, nbytes: int) -> None:
-        """Drops the range from memory. The next use reads it again; values written to a view of it are lost."""
+        """Drops the range from memory.
+
+        The next use reads it again; values written to a view of it are lost.
+        """
         first = _page_of(start)
         self.map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
         # After madvise, because the cache keeps mapped pages.

@@ -1,10 +1,13 @@
-"""Writes and reads training checkpoints. Writes to a `.partial` folder, adds a manifest with digests, then renames it.
+"""Writes and reads training checkpoints.
 
-`checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference), `state.json` (counters, data
-position), `rng/` (one file a rank), `hf/` (config and tokenizer, for the export), `critic/` (with a critic: its `dist/`, `hf/`
-and manifest, as in a converted checkpoint), `buffer.*` (samples of steps that are not trained yet, if any), `open_step.*`
-(only inside a step: updates done, their metrics, log-probs of the step), `manifest.json` (run, position, size and xxh3-128 of
-every file). A folder without manifest is not a checkpoint.
+Writes to a `.partial` folder, adds a manifest with digests, then renames it.
+
+`checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference),
+`state.json` (counters, data position), `rng/` (one file a rank), `hf/` (config and tokenizer, for
+the export), `critic/` (with a critic: its `dist/`, `hf/` and manifest, as in a converted
+checkpoint), `buffer.*` (samples of steps that are not trained yet, if any), `open_step.*` (only
+inside a step: updates done, their metrics, log-probs of the step), `manifest.json` (run, position,
+size and xxh3-128 of every file). A folder without manifest is not a checkpoint.
 """
 
 import contextlib
@@ -62,7 +65,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CRITIC_DIST = f"critic/{DIST_FOLDER}"
 _PARTIAL = ".partial"
-_BUFFER, _OPEN_STEP = "buffer", "open_step"
+_BUFFER = "buffer"
+_OPEN_STEP = "open_step"
 _RESTORE = "restore it, or remove it to resume from what is older"
 Record = tuple[Mapping[str, Any], Mapping[str, np.ndarray]]
 """Plain JSON values and flat arrays, stored as `<name>.json` and `<name>.safetensors`"""
@@ -73,7 +77,8 @@ class Contents:
     """The content of a checkpoint."""
 
     sharded: Mapping[str, dict[str, Any]]
-    """folder (DIST_FOLDER, CRITIC_DIST) -> weights, optimizer and reference, for dist_checkpointing"""
+    """folder (DIST_FOLDER, CRITIC_DIST) -> weights, optimizer and reference, for dist_checkpointing
+    """
     state: Mapping[str, Any]
     """counters and data position: plain JSON values"""
     rng: Mapping[str, torch.Tensor]
@@ -108,13 +113,17 @@ def finish_interrupted(run_dir: Path) -> None:
         try:
             check_identity(final, read_manifest(partial))
         except CheckpointError:
-            continue  # not complete, or a copy of another step: the next save of this step removes it
+            # Not complete, or a copy of another step: the next save of this step removes it.
+            continue
         _replace(final, partial)
         logger.info("%s was complete; renamed", partial)
 
 
 def _replace(final: Path, partial: Path) -> None:
-    """Renames `partial`, which has its manifest. After a kill at any point `final` or `partial` is complete."""
+    """Renames `partial`, which has its manifest.
+
+    After a kill at any point `final` or `partial` is complete.
+    """
     if final.exists():
         _remove(final)
     os.rename(partial, final)
@@ -129,12 +138,20 @@ def _remove(folder: Path) -> None:
 
 
 def start_checkpoint(
-    run_dir: Path, position: Position, rank: Rank, contents: Contents, *, keep_last: int, copy: Copy = lambda data: data
+    run_dir: Path,
+    position: Position,
+    rank: Rank,
+    contents: Contents,
+    *,
+    keep_last: int,
+    copy: Copy = lambda data: data,
 ) -> Callable[[Rank], Path]:
-    """Writes the small files and copies the tensors (`copy` of `prepare_sharded`); the returned function writes the rest.
+    """Writes the small files and copies the tensors (`copy` of `prepare_sharded`); the returned
+    function writes the rest.
 
-    Both are collective over `control` of their rank. They raise CheckpointError on all ranks if a rank cannot write;
-    older checkpoints stay complete. An interrupted save leaves a `.partial` folder, which the next save removes.
+    Both are collective over `control` of their rank. They raise CheckpointError on all ranks if a
+    rank cannot write; older checkpoints stay complete. An interrupted save leaves a `.partial`
+    folder, which the next save removes.
     """
     final = run_dir / CHECKPOINTS_FOLDER / position.name
     partial = final.with_name(final.name + _PARTIAL)
@@ -147,7 +164,12 @@ def start_checkpoint(
         for folder in contents.sharded:
             metadata = (partial / folder).with_name(HF_FOLDER)
             metadata.mkdir()
-            copy_hf_metadata(contents.hf_metadata, metadata, dtypes={contents.dtype}, is_critic=folder == CRITIC_DIST)
+            copy_hf_metadata(
+                contents.hf_metadata,
+                metadata,
+                dtypes={contents.dtype},
+                is_critic=folder == CRITIC_DIST,
+            )
         state = json.dumps({"step": position.step, **contents.state}, indent=1)
         write_atomically(partial / "state.json", [state.encode()])
         for name, record in ((_BUFFER, contents.buffer), (_OPEN_STEP, contents.open_step)):
@@ -156,8 +178,17 @@ def start_checkpoint(
 
     def finish(rank: Rank) -> Path:
         def complete() -> None:
-            manifest = Manifest(run=_run_identity(run_dir), step=position.step, updates=position.updates, files=files)
-            critic = {name.removeprefix("critic/"): own for name, own in files.items() if name.startswith("critic/")}
+            manifest = Manifest(
+                run=_run_identity(run_dir),
+                step=position.step,
+                updates=position.updates,
+                files=files,
+            )
+            critic = {
+                name.removeprefix("critic/"): own
+                for name, own in files.items()
+                if name.startswith("critic/")
+            }
             if critic:
                 write_manifest(partial / "critic", replace(manifest, files=critic))
             write_manifest(partial, manifest)
@@ -173,7 +204,11 @@ def start_checkpoint(
 
     with _writing(final, partial, rank) as writing:
         writing(prepare, only=0)
-        writing(lambda: save_file(dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors"))
+        writing(
+            lambda: save_file(
+                dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors"
+            )
+        )
         tensors = {
             folder: writing(partial_call(prepare_sharded, state, partial / folder, copy))
             for folder, state in contents.sharded.items()
@@ -183,7 +218,9 @@ def start_checkpoint(
 
 @contextlib.contextmanager
 def _writing(final: Path, partial: Path, rank: Rank) -> Iterator[Callable[..., Any]]:
-    """Runs actions on every rank, or on rank `only`; after an error the unfinished folder is removed."""
+    """Runs actions on every rank, or on rank `only`; after an error the unfinished folder is
+    removed.
+    """
     channel = ControlChannel(rank)
 
     def run(action: Callable[[], object], *, only: int | None = None) -> Any:
@@ -198,18 +235,26 @@ def _writing(final: Path, partial: Path, rank: Rank) -> Iterator[Callable[..., A
 
 
 def _named(final: Path, action: Callable[[], object]) -> object:
-    """Runs `action`. Errors of the file system become CheckpointError, also where torch or safetensors wrap them."""
+    """Runs `action`.
+
+    Errors of the file system become CheckpointError, also where torch or safetensors wrap them.
+    """
     try:
         return action()
     except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        cause = (
+            next(iter(error.failures.values()))[0]
+            if isinstance(error, CheckpointException)
+            else error
+        )
         # torch's C++ writer does not report the reason
         found = cause if isinstance(cause, OSError) else disk_error(final.parent)
         if found is None and isinstance(cause, RuntimeError):
             raise  # not of the disk
         reason = str(cause) if found is None else found.strerror
         raise CheckpointError(
-            f"{final} was not saved ({reason}); free some space or correct the permissions, then resume: "
+            f"{final} was not saved ({reason}); free some space or correct the permissions, then "
+            "resume: "
             f"{describe_newest(final.parent.parent)}"
         ) from error
 
@@ -217,10 +262,15 @@ def _named(final: Path, action: Callable[[], object]) -> object:
 def _write_record(folder: Path, name: str, record: Record) -> None:
     header, arrays = record
     write_atomically(folder / f"{name}.json", [json.dumps(header).encode()])
-    save_arrays({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / f"{name}.safetensors")
+    save_arrays(
+        {key: np.ascontiguousarray(array) for key, array in arrays.items()},
+        folder / f"{name}.safetensors",
+    )
 
 
-def read_record(folder: Path, name: str = _BUFFER) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+def read_record(
+    folder: Path, name: str = _BUFFER
+) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """A record, `Contents.buffer` unless another is named, as saved; None if there is none."""
     path = folder / f"{name}.json"
     if not is_file(path, CheckpointError):
@@ -234,14 +284,17 @@ def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     """`Contents.open_step` as saved. Raises CheckpointError for the format of an earlier release."""
     if (folder / "begun.json").is_file():
         raise CheckpointError(
-            f"{folder} was saved inside a step by an earlier release, which this release does not read; resume it with that "
+            f"{folder} was saved inside a step by an earlier release, which this release does not "
+            "read; resume it with that "
             "release, or remove the folder to repeat the step"
         )
     return read_record(folder, _OPEN_STEP)
 
 
 def _prune(run_dir: Path, keep_last: int) -> None:
-    """Keeps the newest `keep_last` checkpoints at step boundaries, and one inside a step if it is the newest of all."""
+    """Keeps the newest `keep_last` checkpoints at step boundaries, and one inside a step if it is
+    the newest of all.
+    """
     whole = whole_checkpoints(run_dir)
     between = [path for position, path in whole if not position.updates]
     kept = {*between[-keep_last:], whole[-1][1]}
@@ -251,7 +304,10 @@ def _prune(run_dir: Path, keep_last: int) -> None:
 
 
 def _run_identity(run_dir: Path) -> str:
-    """The run's identity, created at its first save. A run that resumes a copied checkpoint keeps its identity."""
+    """The run's identity, created at its first save.
+
+    A run that resumes a copied checkpoint keeps its identity.
+    """
     identity = read_run_identity(run_dir)
     if identity is None:
         newest = latest_checkpoint(run_dir)
@@ -263,35 +319,53 @@ def _run_identity(run_dir: Path) -> str:
 def _digest_all(folder: Path, rank: Rank) -> dict[str, FileFacts]:
     """Size and digest of every file, on rank 0; each rank digests a share of them. Collective."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    own = {name: asdict(digest_file(folder / name)) for name in names[rank.rank :: rank.layout.world_size]}
+    own = {
+        name: asdict(digest_file(folder / name))
+        for name in names[rank.rank :: rank.layout.world_size]
+    }
     shares = gather_json(own, group=rank.control) or []
     return {name: FileFacts(**facts) for share in shares for name, facts in share.items()}
 
 
 def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
-    """Checks identity, and size and digest of every file. Collective; raises CheckpointError on every rank."""
+    """Checks identity, and size and digest of every file.
+
+    Collective; raises CheckpointError on every rank.
+    """
     share = slice(channel.rank.rank, None, channel.rank.layout.world_size)
 
     def check() -> None:
         try:
             check_checkpoint(folder, share=share)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; or remove {folder} to resume from an older one") from None
+            raise CheckpointError(
+                f"{error}; or remove {folder} to resume from an older one"
+            ) from None
 
     channel.run_together(check)
 
 
-_STATE: Mapping[str, Any] = {"policy_version": int, "driver": dict, "row": (dict, NoneType), "has_reference": bool}
+_STATE: Mapping[str, Any] = {
+    "policy_version": int,
+    "driver": dict,
+    "row": (dict, NoneType),
+    "has_reference": bool,
+}
 """Key of state.json -> type"""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Counters and data position. Raises CheckpointError if one is malformed or the step is not the folder's."""
+    """Counters and data position.
+
+    Raises CheckpointError if one is malformed or the step is not the folder's.
+    """
     file = folder / "state.json"
-    state, position = read_object(file, error=CheckpointError), position_of(folder.name)
+    state = read_object(file, error=CheckpointError)
+    position = position_of(folder.name)
     if position is None or state.get("step") != position.step:
         raise CheckpointError(
-            f"{file}: step is {shown(state.get('step'))}, but the folder is {folder.name}; {_RESTORE}"
+            f"{file}: step is {shown(state.get('step'))}, but the folder is {folder.name}; "
+            f"{_RESTORE}"
         )
     for name, kind in _STATE.items():
         if not isinstance(state.get(name), kind) or (kind is int and not 0 <= state[name] < 2**63):
@@ -302,21 +376,28 @@ def read_state(folder: Path) -> dict[str, Any]:
 def load_checkpoint(
     folder: Path, rank: Rank, sharded: Mapping[str, dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor] | None]:
-    """The filled state dicts, and this rank's generators (None if the number of ranks has changed). Collective."""
+    """The filled state dicts, and this rank's generators (None if the number of ranks has changed).
+
+    Collective.
+    """
     filled = {name: load_sharded(state, folder / name) for name, state in sharded.items()}
     own = folder / "rng" / f"rank_{rank.rank:05d}.safetensors"
     saved = len(list((folder / "rng").glob("*.safetensors")))
     if saved != rank.layout.world_size:
         if rank.rank == 0:
             logger.info(
-                "checkpoint of %d ranks, now %d: torch's generators start from the seed", saved, rank.layout.world_size
+                "checkpoint of %d ranks, now %d: torch's generators start from the seed",
+                saved,
+                rank.layout.world_size,
             )
         return filled, None
     return filled, _load(load_file, own)
 
 
 def _load(load: Callable[[Path], dict[str, T]], file: Path) -> dict[str, T]:
-    """Loads a file; converts errors of safetensors to CheckpointError, because a manifest can match a damaged file."""
+    """Loads a file; converts errors of safetensors to CheckpointError, because a manifest can match
+    a damaged file.
+    """
     try:
         return load(file)
     except SafetensorError as error:

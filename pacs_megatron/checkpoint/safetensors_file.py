@@ -1,8 +1,11 @@
-"""Reads and checks the header of a .safetensors file, and returns its tensors as views of the mapped file.
+"""Reads and checks the header of a .safetensors file, and returns its tensors as views of the
+mapped file.
 
-safetensors' own reader only checks the file, because it returns no views that can be dropped from memory.
+safetensors' own reader only checks the file, because it returns no views that can be dropped from
+memory.
 
-Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
+Layout (safetensors 0.x): 8 bytes little-endian header length, a JSON header, then the tensors
+without gaps.
 """
 
 import json
@@ -52,7 +55,10 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A mapped file. Raises CheckpointError if header and size do not agree, for example after a truncated download."""
+    """A mapped file.
+
+    Raises CheckpointError if header and size do not agree, for example after a truncated download.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +66,8 @@ class SafetensorsFile:
             state = "is not a regular file" if path.exists() else "is missing"
             raise CheckpointError(f"{path} {state}; download the checkpoint again")
         try:
-            # It checks types and offsets of the header, and the size; without permission it reports a missing file.
+            # It checks types and offsets of the header, and the size; without permission it reports
+            # a missing file.
             with path.open("rb"), safe_open(path, framework="np"):
                 pass
         except SafetensorError as error:
@@ -75,23 +82,37 @@ class SafetensorsFile:
             length = int.from_bytes(file.read(8), "little")
             where = f"{self.path}: header"
             header = as_object(
-                parse_json(file.read(length), where, error=CheckpointError), where, error=CheckpointError
+                parse_json(file.read(length), where, error=CheckpointError),
+                where,
+                error=CheckpointError,
             )
         header.pop("__metadata__", None)
-        for name, entry in header.items():  # the library also accepts a list for an entry, an object for a dtype
+        for (
+            name,
+            entry,
+        ) in header.items():  # the library also accepts a list for an entry, an object for a dtype
             if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
                 raise CheckpointError(
-                    f"{self.path}: the header's entry of {name[:100]} is damaged; download the file again"
+                    f"{self.path}: the header's entry of {name[:100]} is damaged; download the "
+                    "file again"
                 )
         tensors: dict[str, TensorInfo] = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            code, shape = entry["dtype"], entry["shape"]
-            if code not in _DTYPES or len(shape) > _MAX_DIMS or any(size >= _MAX_SIZE for size in shape):
+            code = entry["dtype"]
+            shape = entry["shape"]
+            if (
+                code not in _DTYPES
+                or len(shape) > _MAX_DIMS
+                or any(size >= _MAX_SIZE for size in shape)
+            ):
                 raise CheckpointError(
-                    f"{self.path}: {name[:100]} is {code} {shape[:_MAX_DIMS]}, which is not supported: expected at most "
+                    f"{self.path}: {name[:100]} is {code} {shape[:_MAX_DIMS]}, which is not "
+                    "supported: expected at most "
                     f"{_MAX_DIMS} dimensions and a dtype of {', '.join(_DTYPES)}; convert the file"
                 )
-            tensors[name] = TensorInfo(name, _DTYPES[code], tuple(shape), 8 + length + entry["data_offsets"][0])
+            tensors[name] = TensorInfo(
+                name, _DTYPES[code], tuple(shape), 8 + length + entry["data_offsets"][0]
+            )
         return tensors
 
     def get(self, name: str) -> torch.Tensor:
@@ -125,7 +146,9 @@ def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, list[TensorInfo]]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(8, "little") + text
-    return prefix, [replace(i, offset=len(prefix) + header[i.name]["data_offsets"][0]) for i in tensors]
+    return prefix, [
+        replace(i, offset=len(prefix) + header[i.name]["data_offsets"][0]) for i in tensors
+    ]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,4 +1,6 @@
-"""Writes folders under a temporary name and renames them, so a folder with its final name is complete."""
+"""Writes folders under a temporary name and renames them, so a folder with its final name is
+complete.
+"""
 
 import fcntl
 import logging
@@ -18,13 +20,15 @@ _LOCK = ".writing"
 class StagedFolder:
     """A temporary folder `<target>.partial-*`; `commit` renames it to `target`, `abort` removes it.
 
-    The next writer of the same target removes the folders of killed writers. A folder of a live writer is locked and
-    stays. Raises CheckpointError if `target` exists.
+    The next writer of the same target removes the folders of killed writers. A folder of a live
+    writer is locked and stays. Raises CheckpointError if `target` exists.
     """
 
     def __init__(self, target: Path) -> None:
         if target.exists():
-            raise CheckpointError(f"{target} exists already; delete it or choose another output folder")
+            raise CheckpointError(
+                f"{target} exists already; delete it or choose another output folder"
+            )
         self.target = target
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
@@ -39,7 +43,9 @@ class StagedFolder:
             sync_path(folder)
         if self.target.exists():
             self.abort()
-            raise CheckpointError(f"{self.target} appeared while it was being written; the new copy was discarded")
+            raise CheckpointError(
+                f"{self.target} appeared while it was being written; the new copy was discarded"
+            )
         self.path.rename(self.target)
         sync_path(self.target.parent)
         self._lock.close()
@@ -90,7 +96,10 @@ def check_free_disk(target: Path, needed_bytes: int) -> None:
 
 
 def _acquire(path: Path) -> IO[bytes]:
-    """Locks the file at `path` and returns it. Raises BlockingIOError if another process has the lock."""
+    """Locks the file at `path` and returns it.
+
+    Raises BlockingIOError if another process has the lock.
+    """
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""Checks of combinations of keys, without torch and without a model (`models/shape.py`); each problem is one line."""
+"""Checks of combinations of keys, without torch and without a model (`models/shape.py`); each
+problem is one line.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -34,7 +36,10 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def changed(options: Options) -> list[str]:
-    """Options that differ from their default. A resolved copy lists all defaults, so presence is not a criterion."""
+    """Options that differ from their default.
+
+    A resolved copy lists all defaults, so presence is not a criterion.
+    """
     fields = type(options).model_fields
     return [name for name, field in fields.items() if getattr(options, name) != field.default]
 
@@ -53,13 +58,24 @@ def divisors(number: int) -> list[int]:
 
 def one_of(values: list[int]) -> str:
     """`use one of 1, 2, 4`."""
-    return f"use one of {', '.join(str(value) for value in values)}" if len(values) > 1 else f"use {values[0]}"
+    return (
+        f"use one of {', '.join(str(value) for value in values)}"
+        if len(values) > 1
+        else f"use {values[0]}"
+    )
 
 
 _MAX_SGLANG_STOPS = 32
 _SAMPLED = ("embedded", "sglang")
-_USE_GROUPS = tuple(sorted(name for name, objective in REGISTRY.items() if objective.coupling == "group"))
-_FUSED = ("moe_permute_fusion", "use_precision_aware_optimizer", "gradient_accumulation_fusion", "tp_comm_overlap")
+_USE_GROUPS = tuple(
+    sorted(name for name, objective in REGISTRY.items() if objective.coupling == "group")
+)
+_FUSED = (
+    "moe_permute_fusion",
+    "use_precision_aware_optimizer",
+    "gradient_accumulation_fusion",
+    "tp_comm_overlap",
+)
 _ADAM_OPTIONS = ("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload")
 _MEGATRON = "parallel.megatron"
 _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] = (
@@ -75,11 +91,18 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     *((f"{_MEGATRON}.{name}", "precision.dtype", ("bf16",)) for name in _FUSED),
     (f"{_MEGATRON}.overlap_param_gather", f"{_MEGATRON}.overlap_grad_reduce", (True, None)),
     (f"{_MEGATRON}.overlap_param_gather", "parallel.distributed_optimizer", (True,)),
-    (f"{_MEGATRON}.moe_flex_dispatcher_backend", f"{_MEGATRON}.moe_token_dispatcher_type", ("flex",)),
+    (
+        f"{_MEGATRON}.moe_flex_dispatcher_backend",
+        f"{_MEGATRON}.moe_token_dispatcher_type",
+        ("flex",),
+    ),
     (f"{_MEGATRON}.tp_comm_overlap", "parallel.sequence_parallel", (True,)),
     (f"{_MEGATRON}.tp_comm_overlap", "precision.fp8.recipe", ("tensorwise", "delayed", None)),
     (f"{_MEGATRON}.use_precision_aware_optimizer", "parallel.distributed_optimizer", (True,)),
-    *((f"{_MEGATRON}.{name}", f"{_MEGATRON}.use_precision_aware_optimizer", (True,)) for name in _ADAM_OPTIONS),
+    *(
+        (f"{_MEGATRON}.{name}", f"{_MEGATRON}.use_precision_aware_optimizer", (True,))
+        for name in _ADAM_OPTIONS
+    ),
     (f"{_MEGATRON}.optimizer_offload_fraction", f"{_MEGATRON}.optimizer_cpu_offload", (True,)),
     (f"{_MEGATRON}.optimizer_cpu_offload", f"{_MEGATRON}.exp_avg_dtype", ("fp32",)),
     (f"{_MEGATRON}.optimizer_cpu_offload", f"{_MEGATRON}.exp_avg_sq_dtype", ("fp32",)),
@@ -105,21 +128,25 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     ("mismatch.max_score_noise", "mismatch.score_noise_every", 0),
     ("mismatch.min_score_snr", "mismatch.score_noise_every", 0),
 )
-"""(option, option that it requires if it differs from its default, allowed values of that option: a tuple, or a lower
-bound). None: that section is absent, or its default is set later."""
+"""(option, option that it requires if it differs from its default, allowed values of that option: a
+tuple, or a lower bound). None: that section is absent, or its default is set later.
+"""
 
 
 def _requirements(config: RunConfig) -> Iterator[str]:
     for key, other, allowed in _REQUIREMENTS:
         parent, _, name = key.rpartition(".")
         section = _value_at(config, parent)
-        value, found = getattr(section, name, None), _value_at(config, other)
+        value = getattr(section, name, None)
+        found = _value_at(config, other)
         if not value or value == type(section).model_fields[name].default:
             continue
         if isinstance(allowed, int):
-            is_met, needed = (found or 0) > allowed, f" > {allowed}"
+            is_met = (found or 0) > allowed
+            needed = f" > {allowed}"
         else:
-            is_met, needed = found in allowed, "=" + " | ".join(_text(each) for each in allowed if each is not None)
+            is_met = found in allowed
+            needed = "=" + " | ".join(_text(each) for each in allowed if each is not None)
         if not is_met:
             chosen = "" if isinstance(value, Options) else f"={_text(value)}"
             yield f"{key}{chosen} requires {other}{needed}, got {_text(found)}; change {other}, or remove {key}"
@@ -138,10 +165,12 @@ def _text(value: object) -> str:
 
 
 def _run(config: RunConfig) -> Iterator[str]:
-    run, resources = config.run, config.resources
+    run = config.run
+    resources = config.resources
     if seconds_of(resources.time_limit) <= resources.signal_lead_s:
         yield (
-            f"resources.time_limit={resources.time_limit} is not longer than resources.signal_lead_s="
+            f"resources.time_limit={resources.time_limit} is not longer than "
+            "resources.signal_lead_s="
             f"{resources.signal_lead_s}; the stop signal would arrive at the start; raise it"
         )
     if resources.gpus_per_node and resources.gpu is None:
@@ -152,57 +181,83 @@ def _run(config: RunConfig) -> Iterator[str]:
 
 
 def _rollout_place(config: RunConfig) -> Iterator[str]:
-    resources, rollout, servers = config.resources, config.rollout.sglang, config.rollout.managed_servers
+    resources = config.resources
+    rollout = config.rollout.sglang
+    servers = config.rollout.managed_servers
     is_elsewhere = servers is not None and servers.device == "cuda" and not servers.colocated
     are_several = servers is None and resources.nodes * resources.gpus_per_node > 1
     is_ipc = rollout is not None and rollout.sync.transport == "ipc"
     if is_ipc and (resources.rollout_nodes or is_elsewhere or are_several):
-        fix = "set rollout.servers.colocated=true, or " if is_elsewhere and not resources.rollout_nodes else ""
+        fix = (
+            "set rollout.servers.colocated=true, or "
+            if is_elsewhere and not resources.rollout_nodes
+            else ""
+        )
         yield (
-            "rollout.sync.transport=ipc passes handles of one host's memory, which a server on another GPU or node cannot "
+            "rollout.sync.transport=ipc passes handles of one host's memory, which a server on "
+            "another GPU or node cannot "
             f"open; {fix}use broadcast or disk"
         )
     if rollout is None or servers is None:
         return
-    key, nodes = "resources.rollout_nodes", resources.rollout_nodes
+    key = "resources.rollout_nodes"
+    nodes = resources.rollout_nodes
     if not nodes:
-        key, nodes = "resources.nodes", resources.nodes if servers.colocated else 1
+        key = "resources.nodes"
+        nodes = resources.nodes if servers.colocated else 1
     if servers.count % nodes:
         yield f"rollout.servers.count={servers.count} does not divide over {key}={nodes}; use a multiple of {nodes}"
     if servers.colocated and nodes > 1 and rollout.sync.transport != "disk":
         yield (
-            f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true on {key}={nodes}: ipc works "
-            "on one host only, and broadcast requires trainer and server on different GPUs; use disk"
+            f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true "
+            f"on {key}={nodes}: ipc works "
+            "on one host only, and broadcast requires trainer and server on different GPUs; use "
+            "disk"
         )
     if servers.colocated and nodes > 1 and servers.visible_devices:
         yield f"rollout.servers.visible_devices with {key}={nodes}: each node assigns its GPUs to its servers; remove it"
     offered = nodes * resources.gpus_per_node
     if servers.device == "cuda" and servers.tp > resources.gpus_per_node:
         yield (
-            f"rollout.servers.tp={servers.tp}: a server runs on one node with resources.gpus_per_node="
+            f"rollout.servers.tp={servers.tp}: a server runs on one node with "
+            "resources.gpus_per_node="
             f"{resources.gpus_per_node}; change one of them"
         )
     elif servers.device == "cuda" and servers.count * servers.tp > offered:
         yield (
-            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {servers.count * servers.tp} GPUs, but {key} * "
-            f"gpus_per_node = {nodes} * {resources.gpus_per_node} offers {offered}; use at most {offered // servers.tp} servers"
+            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = "
+            f"{servers.count * servers.tp} GPUs, but {key} * "
+            f"gpus_per_node = {nodes} * {resources.gpus_per_node} offers {offered}; use at most "
+            f"{offered // servers.tp} servers"
         )
 
 
 def _no_effect(config: RunConfig) -> Iterator[str]:
     """Settings that prevent training of the policy, or that make another option ineffective."""
-    reward, dapo, limit = config.reward, config.objective, max_response_tokens(config)
+    reward = config.reward
+    dapo = config.objective
+    limit = max_response_tokens(config)
     if config.admission.drop_one_class_groups and config.batch.samples_per_prompt == 1:
         yield "admission.drop_one_class_groups=true drops every group of batch.samples_per_prompt=1 sample; set it to false"
-    threshold = None if reward is None or reward.name not in UNIT_REWARDS else reward.label_threshold
+    threshold = (
+        None if reward is None or reward.name not in UNIT_REWARDS else reward.label_threshold
+    )
     if threshold is not None and not 0 < threshold <= 1:
         yield f"reward.label_threshold={threshold:g} gives every reward of 0 or 1 the same label; remove it"
-    if isinstance(dapo, DapoOptions) and (dapo.overlong_length or 0) - (dapo.overlong_buffer or 0) >= limit:
+    if (
+        isinstance(dapo, DapoOptions)
+        and (dapo.overlong_length or 0) - (dapo.overlong_buffer or 0) >= limit
+    ):
         yield (
-            f"objective.overlong_length={dapo.overlong_length} - overlong_buffer={dapo.overlong_buffer} is not below "
-            f"{response_key(config)}={limit}, so no response is punished; set overlong_length={limit}"
+            f"objective.overlong_length={dapo.overlong_length} - "
+            f"overlong_buffer={dapo.overlong_buffer} is not below "
+            f"{response_key(config)}={limit}, so no response is punished; set "
+            f"overlong_length={limit}"
         )
-    if config.parallel.megatron.moe_token_dispatcher_type == "flex" and config.parallel.tp * config.parallel.ep == 1:  # noqa: S105
+    if (
+        config.parallel.megatron.moe_token_dispatcher_type == "flex"
+        and config.parallel.tp * config.parallel.ep == 1
+    ):
         yield "parallel.megatron.moe_token_dispatcher_type=flex requires parallel.ep or parallel.tp > 1; remove it"
 
 
@@ -211,34 +266,49 @@ def _batch(config: RunConfig) -> Iterator[str]:
     if batch.updates_per_step > batch.prompts_per_step:
         yield (
             f"batch.updates_per_step={batch.updates_per_step} is more than batch.prompts_per_step="
-            f"{batch.prompts_per_step}: an update requires at least one group; use at most {batch.prompts_per_step}"
+            f"{batch.prompts_per_step}: an update requires at least one group; use at most "
+            f"{batch.prompts_per_step}"
         )
     longest = max_sequence_tokens(config)
     if batch.tokens_per_microbatch < longest:
         yield (
-            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} is smaller than the longest sample: "
+            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} is smaller than the "
+            "longest sample: "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
             f"{max_response_tokens(config)}; use at least {longest}"
         )
-    if batch.groups == "together" and batch.tokens_per_microbatch < batch.samples_per_prompt * longest:
+    if (
+        batch.groups == "together"
+        and batch.tokens_per_microbatch < batch.samples_per_prompt * longest
+    ):
         yield (
-            f"batch.groups=together needs batch.tokens_per_microbatch >= batch.samples_per_prompt * (data."
-            f"max_prompt_tokens + {response_key(config)}) = {batch.samples_per_prompt * longest}, got "
+            "batch.groups=together needs batch.tokens_per_microbatch >= batch.samples_per_prompt "
+            "* (data."
+            f"max_prompt_tokens + {response_key(config)}) = {batch.samples_per_prompt * longest}, "
+            "got "
             f"{batch.tokens_per_microbatch}; raise it, or use batch.groups=auto"
         )
 
 
 def _strategy(config: RunConfig) -> Iterator[str]:
-    name, is_demo, columns = config.objective.name, not config.rollout.is_sampled, config.data.train.columns
+    name = config.objective.name
+    is_demo = not config.rollout.is_sampled
+    columns = config.data.train.columns
     if is_demo != config.objective.trains_on_demonstrations:
-        fix = "rollout.engine=embedded or objective.name=sft" if is_demo else "rollout.engine=demonstrations"
+        fix = (
+            "rollout.engine=embedded or objective.name=sft"
+            if is_demo
+            else "rollout.engine=demonstrations"
+        )
         yield (
-            f"rollout.engine={config.rollout.engine} with objective.name={name}: sft trains on the data's solutions, the other "
+            f"rollout.engine={config.rollout.engine} with objective.name={name}: sft trains on "
+            "the data's solutions, the other "
             f"objectives on sampled responses; set {fix}"
         )
     if config.rollout.is_sampled and config.rollout.sampling.temperature == 0:
         yield (
-            "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and log-probs are divided by it; "
+            "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and "
+            "log-probs are divided by it; "
             "use a temperature above 0, such as 1.0 (0 is for evaluation.sampling)"
         )
     if config.reward is None and not is_demo:
@@ -250,7 +320,10 @@ def _strategy(config: RunConfig) -> Iterator[str]:
 
 
 def _datasets(config: RunConfig) -> Iterator[str]:
-    benchmarks = {f"evaluation.benchmarks.{index}": each for index, each in enumerate(config.evaluation.benchmarks)}
+    benchmarks = {
+        f"evaluation.benchmarks.{index}": each
+        for index, each in enumerate(config.evaluation.benchmarks)
+    }
     names: dict[str, str] = {}
     for key, dataset in {"data.train": config.data.train, **benchmarks}.items():
         if (dataset.preset is None) == (dataset.columns is None):
@@ -268,16 +341,24 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     updates = config.run.steps * config.batch.num_updates
     if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
         yield (
-            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves no update for the decay: the run has {updates} "
+            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves no update for the decay: "
+            f"the run has {updates} "
             f"(run.steps * batch.updates_per_step * batch.epochs); use less than {updates}"
         )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
     evaluation = config.evaluation
-    places = {"rollout.sampling": config.rollout.sampling, "evaluation.sampling": evaluation.sampling}
+    places = {
+        "rollout.sampling": config.rollout.sampling,
+        "evaluation.sampling": evaluation.sampling,
+    }
     for place, sampling in places.items():
-        if config.rollout.sglang is not None and sampling is not None and len(sampling.stop) > _MAX_SGLANG_STOPS:
+        if (
+            config.rollout.sglang is not None
+            and sampling is not None
+            and len(sampling.stop) > _MAX_SGLANG_STOPS
+        ):
             yield f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {_MAX_SGLANG_STOPS}; shorten it"
     if not evaluation.benchmarks:
         for name in changed(evaluation):
@@ -294,14 +375,19 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         for k in ks:
             if not 1 <= k <= num_samples:
                 yield (
-                    f"evaluation.{of_k}k={k}: pass@k requires 1 <= k <= evaluation.{of_n}samples_per_prompt="
+                    f"evaluation.{of_k}k={k}: pass@k requires 1 <= k <= "
+                    f"evaluation.{of_n}samples_per_prompt="
                     f"{num_samples}; lower k or raise evaluation.{of_n}samples_per_prompt"
                 )
 
 
 def response_key(config: RunConfig) -> str:
     """Dotted key of the response limit."""
-    return "rollout.sampling.max_response_tokens" if config.rollout.is_sampled else "rollout.max_response_tokens"
+    return (
+        "rollout.sampling.max_response_tokens"
+        if config.rollout.is_sampled
+        else "rollout.max_response_tokens"
+    )
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
@@ -315,17 +401,17 @@ def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Ite
     replica = parallel.tp * parallel.pp * parallel.cp
     product = f"parallel.tp*pp*cp={parallel.tp}*{parallel.pp}*{parallel.cp}={replica}"
     if world_size % replica:
-        fix = (
-            f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
-        )
+        fix = f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
         prefix = "" if key.startswith("parallel.") else f"{key}: "
         yield (f"{prefix}{world_size} ranks are not a multiple of {product}; {fix}")
         return
-    # With ep > 1 experts are not sharded by tensor parallelism: they are distributed over all ranks of a stage.
+    # With ep > 1 experts are not sharded by tensor parallelism: they are distributed over all ranks
+    # of a stage.
     stage_ranks = world_size // parallel.pp
     if stage_ranks % parallel.ep:
         yield (
-            f"parallel.ep={parallel.ep} does not divide the {stage_ranks} ranks of a pipeline stage ({world_size} ranks, "
+            f"parallel.ep={parallel.ep} does not divide the {stage_ranks} ranks of a pipeline "
+            f"stage ({world_size} ranks, "
             f"pp={parallel.pp}); {one_of(divisors(stage_ranks))}"
         )
     dp = world_size // replica
@@ -333,6 +419,7 @@ def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Ite
     samples = groups * config.batch.samples_per_prompt
     if samples < dp:
         yield (
-            f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * samples_per_prompt) for "
+            f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * "
+            "samples_per_prompt) for "
             f"{dp} data-parallel ranks; raise batch.prompts_per_step or use fewer ranks"
         )

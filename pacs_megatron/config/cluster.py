@@ -55,7 +55,10 @@ class ClusterConfig(Options):
     exclusive: bool = True
     """Request whole nodes (`--exclusive`)."""
     cpus_per_task: int | None = Field(default=None, gt=0, le=65536)
-    """CPU cores per rank; null uses Slurm's default. Required by `cpu_bind: cores` and `cpu_bind: threads`."""
+    """CPU cores per rank; null uses Slurm's default.
+
+    Required by `cpu_bind: cores` and `cpu_bind: threads`.
+    """
     mem: MemorySize | None = None
     """Memory per node (`--mem`); `"0"` requests all of it."""
     modules: tuple[ModuleName, ...] = Field(default=(), strict=False)
@@ -63,16 +66,20 @@ class ClusterConfig(Options):
     setup: tuple[Line, ...] = Field(default=(), strict=False)
     """Shell lines that the batch script runs before the first task, on the first node."""
     python: tuple[Line, ...] = Field(default=("python",), strict=False, min_length=1)
-    """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after `modules` and `setup`;
-    with `container`, in the image."""
+    """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after
+    `modules` and `setup`; with `container`, in the image.
+    """
     container: ContainerOptions | None = None
     """Container image for all tasks; null runs them on the host."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """Launcher of the ranks: srun, or one torchrun per node."""
     cpu_bind: CpuBind | None = None
-    """srun's --cpu-bind, such as `cores` or `map_ldom:0,0,0,0,1,1,1,1` (the NUMA domain of each rank)."""
+    """srun's --cpu-bind, such as `cores` or `map_ldom:0,0,0,0,1,1,1,1` (the NUMA domain of each
+    rank).
+    """
     network_interface: Interface | None = None
-    """Network interface of gloo and of NCCL's bootstrap (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."""
+    """Network interface of gloo and of NCCL's bootstrap (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
+    """
     scratch: PathText | None = None
     """Node-local folder, set as TMPDIR."""
     env: dict[EnvironmentName, Line] = Field(default_factory=dict)
@@ -83,19 +90,29 @@ class ClusterConfig(Options):
     @model_validator(mode="after")
     def _check_binding(self) -> ClusterConfig:
         if self.scratch is not None and not self.scratch.startswith("/"):
-            raise ValueError(f"scratch={self.scratch}: expected an absolute path, which exists on every node")
-        words = (self.cpu_bind or "").split(",")
-        if self.cpus_per_task is None and any(re.fullmatch("cores?|threads?|rank", word) for word in words):
             raise ValueError(
-                f"cpu_bind={self.cpu_bind} without cpus_per_task binds a rank with its driver and workers to one core; "
+                f"scratch={self.scratch}: expected an absolute path, which exists on every node"
+            )
+        words = (self.cpu_bind or "").split(",")
+        if self.cpus_per_task is None and any(
+            re.fullmatch("cores?|threads?|rank", word) for word in words
+        ):
+            raise ValueError(
+                f"cpu_bind={self.cpu_bind} without cpus_per_task binds a rank with its driver and "
+                "workers to one core; "
                 "set cpus_per_task to the cores of a node divided by its ranks"
             )
         return self
 
     def task_environment(self) -> dict[str, str]:
         """Environment variables of all tasks."""
-        interface, scratch = self.network_interface, self.scratch
-        wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "TMPDIR": scratch}
+        interface = self.network_interface
+        scratch = self.scratch
+        wanted = {
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "TMPDIR": scratch,
+        }
         found = {name: value for name, value in wanted.items() if value is not None}
         return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} | found | self.env
 
@@ -106,8 +123,19 @@ class ClusterConfig(Options):
             return []
         mounts = ",".join(container.mounts)
         if container.runtime == "apptainer":
-            return ["apptainer", "exec", "--nv", *(["--bind", mounts] if mounts else []), container.image]
-        return ["enroot", "start", *(f"--mount={mount}" for mount in container.mounts), container.image]
+            return [
+                "apptainer",
+                "exec",
+                "--nv",
+                *(["--bind", mounts] if mounts else []),
+                container.image,
+            ]
+        return [
+            "enroot",
+            "start",
+            *(f"--mount={mount}" for mount in container.mounts),
+            container.image,
+        ]
 
 
 def load_cluster(path: Path) -> ClusterConfig:

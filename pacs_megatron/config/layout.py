@@ -1,4 +1,6 @@
-"""Values derived from a configuration: the parallel layout, the number of ranks, the draws of a benchmark."""
+"""Values derived from a configuration: the parallel layout, the number of ranks, the draws of a
+benchmark.
+"""
 
 from pacs_megatron.config.schema import BenchmarkOptions, EvaluationOptions, RunConfig
 from pacs_megatron.contracts.layout import Layout
@@ -19,14 +21,19 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def ranks_to_start(config: RunConfig) -> int:
-    """World size of the run: one rank per GPU of `resources`, else `run.nproc`, else one replica of the model."""
-    resources, parallel = config.resources, config.parallel
+    """World size of the run: one rank per GPU of `resources`, else `run.nproc`, else one replica of
+    the model.
+    """
+    resources = config.resources
+    parallel = config.parallel
     if resources.gpus_per_node:
         return resources.nodes * resources.gpus_per_node
     return (config.run.nproc or parallel.tp * parallel.pp * parallel.cp) * resources.nodes
 
 
-def draws_of(evaluation: EvaluationOptions, benchmark: BenchmarkOptions) -> tuple[int, tuple[int, ...]]:
+def draws_of(
+    evaluation: EvaluationOptions, benchmark: BenchmarkOptions
+) -> tuple[int, tuple[int, ...]]:
     """(responses per problem, values of k) of one of `evaluation.benchmarks`."""
     num_samples = benchmark.samples_per_prompt or evaluation.samples_per_prompt
     return num_samples, evaluation.k if benchmark.k is None else benchmark.k

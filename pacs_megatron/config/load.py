@@ -1,8 +1,10 @@
-"""Loads YAML files and `key=value` overrides into a validated `RunConfig` that records the origin of each value.
+"""Loads YAML files and `key=value` overrides into a validated `RunConfig` that records the origin
+of each value.
 
-Precedence, lowest first: included files in order, the file itself, overrides. A later layer merges mappings key by key
-and replaces lists and scalars. If it selects another strategy, it replaces all options of that section. Paths in
-`include:` are relative to the including file, all other paths to the working directory.
+Precedence, lowest first: included files in order, the file itself, overrides. A later layer merges
+mappings key by key and replaces lists and scalars. If it selects another strategy, it replaces all
+options of that section. Paths in `include:` are relative to the including file, all other paths to
+the working directory.
 """
 
 import os
@@ -21,7 +23,10 @@ from pacs_megatron.config.yaml_tree import MAX_BYTES, MAX_DEPTH, Node, parse_yam
 from pacs_megatron.errors import ConfigError, shown
 
 MAX_FILES = 100
-"""Number of files of one configuration, counted with repetition. Together they have at most MAX_BYTES."""
+"""Number of files of one configuration, counted with repetition.
+
+Together they have at most MAX_BYTES.
+"""
 _INDEX = re.compile(r"[0-9]{1,9}")
 
 
@@ -45,8 +50,13 @@ class LoadedConfig:
         return where(_split(key), self.tree)
 
     def to_yaml(self) -> str:
-        """The resolved configuration with all defaults, as YAML. Loading it gives an equal configuration."""
-        return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000)
+        """The resolved configuration with all defaults, as YAML.
+
+        Loading it gives an equal configuration.
+        """
+        return yaml.safe_dump(
+            self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000
+        )
 
     def fail(self, problem: str) -> ConfigError:
         """The error for `problem`, with the origin of the key that it names first."""
@@ -58,7 +68,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     tree = _read(Path(path), (), [])
     if overrides:
         first, *rest = map(_parse_override, overrides)
-        for node in rest:  # merges overrides first, so a strategy and its options may have any order
+        for (
+            node
+        ) in rest:  # merges overrides first, so a strategy and its options may have any order
             first = merge(first, node)
         tree = merge(tree, first)
     try:
@@ -72,7 +84,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted key, value) of each plain value. Lists of sections are traversed, other lists are leaves."""
+    """(dotted key, value) of each plain value.
+
+    Lists of sections are traversed, other lists are leaves.
+    """
     for name in type(section).model_fields:
         yield from _leaves_of(getattr(section, name), f"{prefix}{name}")
 
@@ -88,31 +103,46 @@ def _leaves_of(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def merge(base: Node, over: Node, section: str = "") -> Node:
-    """`base` merged with `over`, which wins. `section` is the dotted key of both; its tag selects a strategy."""
+    """`base` merged with `over`, which wins.
+
+    `section` is the dotted key of both; its tag selects a strategy.
+    """
     if not isinstance(over.value, dict) or not isinstance(base.value, dict | list):
         return over
     if isinstance(base.value, list):
-        if not over.value or not all(_INDEX.fullmatch(key) and int(key) < len(base.value) for key in over.value):
+        if not over.value or not all(
+            _INDEX.fullmatch(key) and int(key) < len(base.value) for key in over.value
+        ):
             return over
         changed = {int(key): node for key, node in over.value.items()}
-        return Node([merge(n, changed[k], "0") if k in changed else n for k, n in enumerate(base.value)], base.origin)
+        return Node(
+            [merge(n, changed[k], "0") if k in changed else n for k, n in enumerate(base.value)],
+            base.origin,
+        )
     if section in TAGS:
         before, after = (node.at([TAGS[section]]) for node in (base, over))
         if before is not None and after is not None and before.value != after.value:
             return over
     merged = dict(base.value)
     for key, node in over.value.items():
-        merged[key] = merge(merged[key], node, f"{section}.{key}".strip(".")) if key in merged else node
+        merged[key] = (
+            merge(merged[key], node, f"{section}.{key}".strip(".")) if key in merged else node
+        )
     return Node(merged, base.origin)
 
 
 def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
-    """A file merged with its includes. `sizes`: sizes of all files so far, because nested includes can multiply."""
+    """A file merged with its includes.
+
+    `sizes`: sizes of all files so far, because nested includes can multiply.
+    """
     display = _display(path)
     try:
         resolved = path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, a NUL
-        raise ConfigError(f"cannot read the configuration {display}: {error}; give a file") from None
+        raise ConfigError(
+            f"cannot read the configuration {display}: {error}; give a file"
+        ) from None
     if resolved in chain:
         cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
@@ -120,7 +150,9 @@ def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
     sizes.append(os.path.getsize(path))
     if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:
         limit = f"{MAX_FILES} files" if len(sizes) > MAX_FILES else f"{MAX_BYTES} bytes"
-        raise ConfigError(f"more than {limit} by `include:`, the last is {display}; include fewer files")
+        raise ConfigError(
+            f"more than {limit} by `include:`, the last is {display}; include fewer files"
+        )
     assert isinstance(own.value, dict)
     entries = dict(own.value)
     include = entries.pop("include", None)
@@ -132,14 +164,17 @@ def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
 
 def _included(include: Node | None, folder: Path) -> Iterator[Path]:
     """The files of an `include:` value in `folder`."""
-    nodes = [] if include is None else include.value if isinstance(include.value, list) else [include]
+    nodes = (
+        [] if include is None else include.value if isinstance(include.value, list) else [include]
+    )
     for node in nodes:
         if not isinstance(node.value, str):
             text = "expected a file name or a list of file names; fix it"
             raise ConfigError(f"include={node.plain()!r}: {text} ({node.origin})")
         if not os.path.isfile(folder / node.value):
             raise ConfigError(
-                f"include={node.value!r}: no such file {_display(folder / node.value)}; paths are relative to the including "
+                f"include={node.value!r}: no such file {_display(folder / node.value)}; paths are "
+                "relative to the including "
                 f"file ({node.origin})"
             )
         yield folder / node.value
@@ -148,9 +183,20 @@ def _included(include: Node | None, folder: Path) -> Iterator[Path]:
 def _parse_override(text: str) -> Node:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
-    if not equals or len(parts) > MAX_DEPTH or not all(part.strip() == part and part for part in parts):
-        raise ConfigError(f"override {shown(text)}: expected key=value with a dotted key, such as optimizer.lr=1e-6")
-    node = parse_yaml(value, f"override {shown(key)}", fixed_origin="override") if value else Node("", "override")
+    if (
+        not equals
+        or len(parts) > MAX_DEPTH
+        or not all(part.strip() == part and part for part in parts)
+    ):
+        raise ConfigError(
+            f"override {shown(text)}: expected key=value with a dotted key, such as "
+            "optimizer.lr=1e-6"
+        )
+    node = (
+        parse_yaml(value, f"override {shown(key)}", fixed_origin="override")
+        if value
+        else Node("", "override")
+    )
     for part in reversed(parts):
         node = Node({part: node}, "override")
     return node

@@ -1,4 +1,6 @@
-"""All keys of the schema, and one-line messages for pydantic's errors: key, value, expected, fix, origin."""
+"""All keys of the schema, and one-line messages for pydantic's errors: key, value, expected, fix,
+origin.
+"""
 
 import difflib
 import re
@@ -27,7 +29,9 @@ RENAMED_KEYS = {
 """Old key -> new key. An old key is rejected with the new name."""
 
 
-def all_keys(schema: type[Options] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Options], FieldInfo]]:
+def all_keys(
+    schema: type[Options] = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, type[Options], FieldInfo]]:
     """All keys as (dotted key, class, field), for each strategy of a section, without list indices."""
     for name, field in schema.model_fields.items():
         yield f"{prefix}{name}", schema, field
@@ -48,11 +52,17 @@ def strategies(section: str) -> dict[str, type[Options]]:
     if section not in TAGS:
         return {}
     members = options_classes(RunConfig.model_fields[section].annotation)
-    return {get_args(member.model_fields[TAGS[section]].annotation)[0]: member for member in members}
+    return {
+        get_args(member.model_fields[TAGS[section]].annotation)[0]: member for member in members
+    }
 
 
-def fields_at(path: Sequence[str | int], root: Node, schema: type[Options] = RunConfig) -> dict[str, FieldInfo]:
-    """Fields allowed below `path`, of the strategy that the tree `root` selects; empty for a plain value."""
+def fields_at(
+    path: Sequence[str | int], root: Node, schema: type[Options] = RunConfig
+) -> dict[str, FieldInfo]:
+    """Fields allowed below `path`, of the strategy that the tree `root` selects; empty for a plain
+    value.
+    """
     section = dotted(part for part in path if isinstance(part, str))
     tag = root.at([*path, TAGS[section]]) if section in TAGS else None
     chosen = strategies(section).get(str(tag.value)) if tag is not None else None
@@ -69,8 +79,13 @@ def dotted(path: Iterator[str | int] | Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-def explain_validation(details: Sequence[Detail], root: Node, schema: type[Options] = RunConfig) -> str:
-    """The first error as one line, with the number of others. Unknown keys come first: they cause other errors."""
+def explain_validation(
+    details: Sequence[Detail], root: Node, schema: type[Options] = RunConfig
+) -> str:
+    """The first error as one line, with the number of others.
+
+    Unknown keys come first: they cause other errors.
+    """
     causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     first = min(causes, key=lambda detail: detail["type"] != "extra_forbidden")
     others = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
@@ -80,22 +95,36 @@ def explain_validation(details: Sequence[Detail], root: Node, schema: type[Optio
 def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
     loc = detail["loc"]
     # Without the tags, which pydantic inserts behind the section.
-    path = [part for before, part in zip(("", *loc), loc, strict=False) if part not in strategies(str(before))]
-    kind, key = detail["type"], dotted(path)
+    path = [
+        part
+        for before, part in zip(("", *loc), loc, strict=False)
+        if part not in strategies(str(before))
+    ]
+    kind = detail["type"]
+    key = dotted(path)
     section = str(path[-1]) if path else ""  # of a tagged union, at any depth
     tags = list(strategies(section))
     if kind == "extra_forbidden":
-        return f"unknown key `{key}`; {_unknown_key_advice(path, root, schema)} ({where(path, root)})"
+        return (
+            f"unknown key `{key}`; {_unknown_key_advice(path, root, schema)} ({where(path, root)})"
+        )
     if kind == "missing":
         field = fields_at(path[:-1], root, schema).get(section)
-        meaning = "" if field is None or not field.description else ": " + field.description.strip().split("\n")[0]
+        meaning = (
+            ""
+            if field is None or not field.description
+            else ": " + field.description.strip().split("\n")[0]
+        )
         return f"`{key}` is missing; add it{meaning} ({where(path, root)})"
     if kind == "union_tag_not_found":
         return f"`{key}.{TAGS[section]}` is missing; set it to one of {', '.join(tags)} ({where(path, root)})"
     if kind == "union_tag_invalid":
         return _choice_line([*path, TAGS[section]], detail["ctx"]["tag"], tags, root)
     if kind == "literal_error":
-        choices = [part.strip().strip("'") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        choices = [
+            part.strip().strip("'")
+            for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")
+        ]
         return _choice_line(path, detail["input"], choices, root)
     if kind == "value_error":
         return _validator_line(str(detail["ctx"]["error"]), path, root, schema)
@@ -104,7 +133,9 @@ def _explain(detail: Detail, root: Node, schema: type[Options]) -> str:
 
 
 def _validator_line(text: str, path: Sequence[str | int], root: Node, schema: type[Options]) -> str:
-    """The line of a validator's message: for one value, or for a section if the message names the key."""
+    """The line of a validator's message: for one value, or for a section if the message names the
+    key.
+    """
     if path and not fields_at(path, root, schema):
         return f"{dotted(path)}: {text} ({where(path, root)})"
     named = named_key(text)
@@ -151,12 +182,18 @@ def _choice_line(path: Sequence[str | int], got: object, choices: Sequence[str],
 
 
 def _expected(message: str) -> str:
-    text = re.sub("^(Input should (be )?|Tuple should have )", "", message).partition(" after validation")[0]
+    text = re.sub("^(Input should (be )?|Tuple should have )", "", message).partition(
+        " after validation"
+    )[0]
     text = text.replace("a valid dictionary or instance of", "a mapping of")
     return text.replace("a valid integer", "an integer").replace("a valid ", "a ")
 
 
 def _type_advice(detail: Detail) -> str:
-    if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(detail["input"], str):
+    if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(
+        detail["input"], str
+    ):
         return ", not text; remove the quotes or write a plain value"
-    return {"string_type": "; put it in quotes", "tuple_type": "; write a list: [a, b]"}.get(detail["type"], "")
+    return {"string_type": "; put it in quotes", "tuple_type": "; write a list: [a, b]"}.get(
+        detail["type"], ""
+    )

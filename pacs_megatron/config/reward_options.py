@@ -41,7 +41,9 @@ class RewardWorkerOptions(Options):
 
     @property
     def waits_for(self) -> str:
-        """A progress message of a long judgement; empty for verifiers on this host, whose calls are short."""
+        """A progress message of a long judgement; empty for verifiers on this host, whose calls are
+        short.
+        """
         return f"for the reward server {self.url}" if isinstance(self, HttpReward) else ""
 
 
@@ -49,10 +51,17 @@ class MathReward(RewardWorkerOptions):
     """Compares the final answer with the reference by math-verify."""
 
     name: Literal["math"]
-    """Reward function: `math`, `arithmetic`, `format`, `code`, `http`, `custom`, or `weighted` for several of them."""
+    """Reward function:
+
+    `math`, `arithmetic`, `format`, `code`, `http`, `custom`, or `weighted` for several of them.
+    """
     label_rule: Literal["last_box", "authors"] = "last_box"
-    r"""Answer of a response. `last_box`: its last `\\boxed{}`. `authors`: math-verify's final expression anywhere in the text, as
-    in the PACS authors' code; `admission.truncated: judge` belongs to it (docs/rewards.md#label-rules)."""
+    r"""Answer of a response.
+
+    `last_box`: its last `\\boxed{}`. `authors`: math-verify's final expression anywhere in the
+    text, as in the PACS authors' code; `admission.truncated: judge` belongs to it
+    (docs/rewards.md#label-rules).
+    """
 
 
 class ArithmeticReward(RewardWorkerOptions):
@@ -72,14 +81,20 @@ class FormatReward(RewardWorkerOptions):
 
 
 class CodeReward(RewardWorkerOptions):
-    """Runs the program of a response on the tests of the data set's answer (schema of APPS or LiveCodeBench)."""
+    """Runs the program of a response on the tests of the data set's answer (schema of APPS or
+    LiveCodeBench).
+    """
 
     name: Literal["code"]
     """Reward function: see `math`."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit of a program on all its tests, in seconds. A program that needs more has reward 0."""
+    """Time limit of a program on all its tests, in seconds. A program that needs more has reward 0.
+    """
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`bubblewrap`: no network, no files but Python's own, limits (docs/rewards.md#sandbox). `none`: limits only."""
+    """`bubblewrap`: no network, no files but Python's own, limits (docs/rewards.md#sandbox).
+
+    `none`: limits only.
+    """
     test_timeout_s: float = Field(default=6.0, gt=0)
     """Limit of wall-clock and CPU time of one test, in seconds. The default is LiveCodeBench's."""
     test_memory_gib: float = Field(default=1.0, gt=0, le=2**20)
@@ -89,7 +104,8 @@ class CodeReward(RewardWorkerOptions):
     def _check_memory(self) -> CodeReward:
         if self.test_memory_gib >= self.memory_limit_gib:
             raise ValueError(
-                f"reward.test_memory_gib={self.test_memory_gib:g} must be below reward.memory_limit_gib="
+                f"reward.test_memory_gib={self.test_memory_gib:g} must be below "
+                "reward.memory_limit_gib="
                 f"{self.memory_limit_gib:g}, which counts the program too; raise the latter"
             )
         return self
@@ -103,7 +119,10 @@ class HttpReward(RewardWorkerOptions):
     url: Url
     """Address of the server's POST endpoint."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of a request with all its attempts, in seconds. One attempt takes at most its equal share."""
+    """Time limit of a request with all its attempts, in seconds.
+
+    One attempt takes at most its equal share.
+    """
     attempts: PositiveInt = 3
     """Attempts of a request, with increasing pauses."""
     batch_size: PositiveInt = 16
@@ -132,11 +151,16 @@ class RewardComponent(Options):
     weight: float = Field(ge=-1e9, le=1e9)
     """Factor of its value in the sum."""
     reward: Annotated[SingleReward, Field(discriminator="name")]
-    """Reward function. Set options of all rewards on the weighted one, except `timeout_s` of `code` and `http`."""
+    """Reward function.
+
+    Set options of all rewards on the weighted one, except `timeout_s` of `code` and `http`.
+    """
 
 
 class WeightedReward(RewardWorkerOptions):
-    """Sums several rewards; the label compares the sum with `label_threshold`, the objective may use the sum itself."""
+    """Sums several rewards; the label compares the sum with `label_threshold`, the objective may
+    use the sum itself.
+    """
 
     name: Literal["weighted"]
     """Reward function: see `math`."""
@@ -151,7 +175,9 @@ class WeightedReward(RewardWorkerOptions):
     def call_limit_s(self) -> float:
         own = [part.reward for part in self.components if part.reward.ends_itself]
         calls = {"code": self.num_per_call}  # only `http` judges the samples of a call together
-        return self.timeout_s + sum(reward.call_limit_s * calls.get(reward.name, 1) for reward in own)
+        return self.timeout_s + sum(
+            reward.call_limit_s * calls.get(reward.name, 1) for reward in own
+        )
 
     @property
     def waits_for(self) -> str:
@@ -165,17 +191,28 @@ class WeightedReward(RewardWorkerOptions):
                 raise ValueError(f"{where}.weight=0 has no effect; remove the component")
             for name in sorted(RewardWorkerOptions.model_fields):
                 is_own = name == "timeout_s" and part.reward.ends_itself
-                if not is_own and getattr(part.reward, name) != type(part.reward).model_fields[name].default:
-                    raise ValueError(f"{where}.reward.{name} is not used by a component; set reward.{name}")
+                if (
+                    not is_own
+                    and getattr(part.reward, name) != type(part.reward).model_fields[name].default
+                ):
+                    raise ValueError(
+                        f"{where}.reward.{name} is not used by a component; set reward.{name}"
+                    )
         if self.label_threshold is None:
-            raise ValueError("reward.name=weighted needs reward.label_threshold: the least sum with label 1; set it")
+            raise ValueError(
+                "reward.name=weighted needs reward.label_threshold: the least sum with label 1; "
+                "set it"
+            )
         if all(part.reward.name in UNIT_REWARDS for part in self.components):
             weights = [part.weight for part in self.components]
-            low, high = sum(w for w in weights if w < 0), sum(w for w in weights if w > 0)
+            low = sum(w for w in weights if w < 0)
+            high = sum(w for w in weights if w > 0)
             if not low < self.label_threshold <= high:
                 raise ValueError(
-                    f"reward.label_threshold={self.label_threshold:g} gives every sample the same label: the sum of "
-                    f"these components lies between {low:g} and {high:g}; choose a value in between"
+                    f"reward.label_threshold={self.label_threshold:g} gives every sample the same "
+                    "label: the sum of "
+                    f"these components lies between {low:g} and {high:g}; choose a value in "
+                    "between"
                 )
         return self
 

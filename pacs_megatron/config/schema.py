@@ -1,6 +1,7 @@
 """Every option of a run: name, type, default and description. No other file defines a default.
 
-Unknown keys are rejected, and so are options that the chosen strategy, a class of a tagged union, does not use.
+Unknown keys are rejected, and so are options that the chosen strategy, a class of a tagged union,
+does not use.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ class ModelOptions(Options):
     path: PathText
     """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
     trust_remote_code: bool = False
-    """Run the Python code shipped with the checkpoint's tokenizer. Set it only if you trust the author."""
+    """Run the Python code shipped with the checkpoint's tokenizer.
+
+    Set it only if you trust the author.
+    """
 
 
 class Fp8Options(Options):
     recipe: Literal["delayed", "tensorwise", "blockwise"]
     """Transformer Engine's scaling recipe."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """FP8 number format. `hybrid`: e4m3 forward, e5m2 backward. Use `e4m3` with `recipe: blockwise`."""
+    """FP8 number format.
+
+    `hybrid`: e4m3 forward, e5m2 backward. Use `e4m3` with `recipe: blockwise`.
+    """
     first_last_layers_bf16: int = Field(default=0, ge=0)
     """Number of layers at each end of the model that stay in bf16."""
 
@@ -41,8 +48,10 @@ class PrecisionOptions(Options):
     fp8: Fp8Options | None = None
     """FP8 matrix products. Requires CUDA, Transformer Engine and `dtype: bf16`."""
     head: Literal["bf16", "fp32"] = "bf16"
-    """With `dtype: bf16`, precision of the final norm's output and of the logits. `fp32` removes most of the noise of a
-    log-prob (docs/numerics.md)."""
+    """With `dtype: bf16`, precision of the final norm's output and of the logits.
+
+    `fp32` removes most of the noise of a log-prob (docs/numerics.md).
+    """
 
 
 class RecomputeOptions(Options):
@@ -51,30 +60,46 @@ class RecomputeOptions(Options):
     modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe_act", "moe"], ...] = Field(
         default=("core_attn",), strict=False, min_length=1
     )
-    """Parts of a layer that `granularity: selective` recomputes (Megatron's `recompute_modules`)."""
+    """Parts of a layer that `granularity: selective` recomputes (Megatron's `recompute_modules`).
+    """
 
 
 RECOMPUTED_WITH_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
-"""Megatron-Core recomputes these modules with CheckpointWithoutOutput, which calls Transformer Engine."""
+"""Megatron-Core recomputes these modules with CheckpointWithoutOutput, which calls Transformer
+Engine.
+"""
 
 
 class MegatronOptions(Options):
-    """Options of Megatron-Core under Megatron's names. An option that is incompatible with the run is an error."""
+    """Options of Megatron-Core under Megatron's names.
+
+    An option that is incompatible with the run is an error.
+    """
 
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks during the last backward pass. null: on with CUDA."""
+    """Reduce gradients over the data-parallel ranks during the last backward pass. null: on with
+    CUDA.
+    """
     overlap_param_gather: bool | None = None
-    """Gather the distributed optimizer's weights during the next forward pass. null: same as overlap_grad_reduce."""
+    """Gather the distributed optimizer's weights during the next forward pass. null: same as
+    overlap_grad_reduce.
+    """
     gradient_accumulation_fusion: bool | None = None
-    """Fuse the addition of a weight's gradient to the fp32 buffer into the GEMM. null: on with Transformer Engine."""
+    """Fuse the addition of a weight's gradient to the fp32 buffer into the GEMM. null: on with
+    Transformer Engine.
+    """
     moe_permute_fusion: bool = False
     """Transformer Engine's fused permutation of tokens."""
-    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"  # noqa: S105  (no password)
-    """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend.
+    """
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
     """Kernels of `moe_token_dispatcher_type: flex`."""
     tp_comm_overlap: bool = False
-    """Overlap tensor-parallel communication with GEMMs. Pads micro-batches to `batch.tokens_per_microbatch`."""
+    """Overlap tensor-parallel communication with GEMMs.
+
+    Pads micro-batches to `batch.tokens_per_microbatch`.
+    """
     use_precision_aware_optimizer: bool = False
     """Keep the fp32 weights in the optimizer, whose moments may be bf16."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -96,9 +121,11 @@ class MegatronOptions(Options):
 
 
 _MEGATRON_REFUSED = {
-    "cuda_graph_impl": "Megatron's graphed attention takes no packed sequences (transformer_layer.py, _te_cuda_graph_replay)",
+    "cuda_graph_impl": "Megatron's graphed attention takes no packed sequences "
+    "(transformer_layer.py, _te_cuda_graph_replay)",
     "fp8_param": "weight sync, the frozen reference and checkpoints read the weights in bf16",
-    "moe_router_fusion": "the fused top-k ignores routing replay, so passes of a step could use other experts",
+    "moe_router_fusion": "the fused top-k ignores routing replay, so passes of a step could use "
+    "other experts",
 }
 
 
@@ -108,11 +135,15 @@ RoutingKind = Literal["own", "replay_sampler"]
 
 class PolicyOptions(Options):
     offload: OffloadKind = "none"
-    """State of the trainer that moves to pinned host memory while colocated servers on one node sample. `optimizer`:
-    fp32 weights and moments; the gradients are freed. `all`: also the weights."""
+    """State of the trainer that moves to pinned host memory while colocated servers on one node
+    sample. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: also the weights.
+    """
     routing: RoutingKind = "own"
-    """Experts of a sample's tokens in training. `own`: the policy's experts at the step's start. `replay_sampler`:
-    SGLang's experts; its servers need `--enable-return-routed-experts`."""
+    """Experts of a sample's tokens in training.
+
+    `own`: the policy's experts at the step's start. `replay_sampler`: SGLang's experts; its servers
+    need `--enable-return-routed-experts`.
+    """
 
 
 class ParallelOptions(Options):
@@ -127,7 +158,9 @@ class ParallelOptions(Options):
     vpp: PositiveInt | None = None
     """Virtual pipeline stages per rank (interleaved schedule)."""
     sequence_parallel: bool = False
-    """Shard activations outside attention and MLP along the sequence, over the tensor-parallel ranks."""
+    """Shard activations outside attention and MLP along the sequence, over the tensor-parallel
+    ranks.
+    """
     distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks."""
     recompute: RecomputeOptions = RecomputeOptions()
@@ -137,8 +170,10 @@ class ParallelOptions(Options):
     control_timeout_s: float = Field(default=7200.0, gt=0)
     """Timeout of one phase of the driver, such as a rollout, in seconds."""
     hang_timeout_s: float = Field(default=1500.0, gt=0)
-    """Seconds without progress after which a rank writes all stacks and ends the job with exit code 70. Must be less
-    than NCCL's timeout (1,800 s) and more than the longest update, checkpoint or embedded generation."""
+    """Seconds without progress after which a rank writes all stacks and ends the job with exit code
+    70. Must be less than NCCL's timeout (1,800 s) and more than the longest update, checkpoint or
+    embedded generation.
+    """
 
 
 Truncated = Literal["label0", "judge", "drop"]
@@ -146,16 +181,23 @@ Truncated = Literal["label0", "judge", "drop"]
 
 class AdmissionOptions(Options):
     truncated: Truncated = "label0"
-    """Handling of truncated responses. `label0` keeps them with label 0. `judge` keeps them with the verifier's label, as
-    the authors' code does. `drop` removes them. Evaluation counts them as wrong, unless `judge` is set."""
+    """Handling of truncated responses.
+
+    `label0` keeps them with label 0. `judge` keeps them with the verifier's label, as the authors'
+    code does. `drop` removes them. Evaluation counts them as wrong, unless `judge` is set.
+    """
     drop_one_class_groups: bool = False
     """Drop groups whose labels are all equal (dynamic sampling)."""
     oversample: float = Field(default=1.0, ge=1)
-    """Factor of over-sampling, with `drop_one_class_groups`. A step requests `oversample * batch.prompts_per_step` prompts,
-    trains on the first admitted groups and cancels the other requests; a later step samples their prompts first."""
+    """Factor of over-sampling, with `drop_one_class_groups`.
+
+    A step requests `oversample * batch.prompts_per_step` prompts, trains on the first admitted
+    groups and cancels the other requests; a later step samples their prompts first.
+    """
     refill_rounds: int = Field(default=0, ge=0)
-    """Maximum number of refill rounds of a step, with `drop_one_class_groups` (DAPO's dynamic sampling). While groups
-    are missing, a round requests `oversample` times as many new prompts."""
+    """Maximum number of refill rounds of a step, with `drop_one_class_groups` (DAPO's dynamic
+    sampling). While groups are missing, a round requests `oversample` times as many new prompts.
+    """
 
 
 class ColumnOptions(Options):
@@ -176,7 +218,10 @@ Preset = Literal[
 
 class DatasetOptions(Options):
     path: PathText
-    """Hub id, a .json, .jsonl or .parquet file, or such a file of the hub: `hf://datasets/OWNER/NAME/FILE`."""
+    """Hub id, a .json, .jsonl or .parquet file, or such a file of the hub:
+
+    `hf://datasets/OWNER/NAME/FILE`.
+    """
     name: RunName | None = None
     """Name in metrics and prompt ids; null uses the name of the preset or the file."""
     subset: Line | None = None
@@ -207,7 +252,9 @@ class DataOptions(Options):
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by run.seed."""
     shuffle_labels: bool = False
-    """Permute the labels of each step at random, with their rewards: a control, in which the policy must not improve."""
+    """Permute the labels of each step at random, with their rewards: a control, in which the policy
+    must not improve.
+    """
 
     @field_validator("chat_template_args")
     @classmethod
@@ -233,12 +280,18 @@ class BatchOptions(Options):
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step and epoch. Each uses an equal share of the groups."""
     epochs: PositiveInt = 1
-    """Number of passes over the samples of a step, in the same order. Each has `updates_per_step` updates."""
+    """Number of passes over the samples of a step, in the same order.
+
+    Each has `updates_per_step` updates.
+    """
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
     groups: Literal["together", "apart", "auto"] = "auto"
-    """PACS and REAL need the scores of a whole group before the backward pass. `together`: each group is in one
-    micro-batch, whose forward computes them. `apart`: a score pass. `auto`: `together` if budget and balance permit."""
+    """PACS and REAL need the scores of a whole group before the backward pass.
+
+    `together`: each group is in one micro-batch, whose forward computes them. `apart`: a score
+    pass. `auto`: `together` if budget and balance permit.
+    """
 
     @property
     def num_updates(self) -> int:
@@ -273,7 +326,8 @@ class BenchmarkOptions(DatasetOptions):
     """A data set to evaluate on."""
 
     samples_per_prompt: int | None = Field(default=None, gt=0, le=_MAX_SAMPLES)
-    """Number of responses per problem of this benchmark; null uses evaluation.samples_per_prompt."""
+    """Number of responses per problem of this benchmark; null uses evaluation.samples_per_prompt.
+    """
     k: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1)
     """Values of k of this benchmark; null uses evaluation.k."""
 
@@ -282,7 +336,10 @@ class EvaluationOptions(Options):
     benchmarks: tuple[BenchmarkOptions, ...] = Field(default=(), strict=False)
     """Data sets to evaluate on."""
     every: PositiveInt | None = None
-    """Evaluation interval, in steps. The start and the end are always evaluated; null evaluates only there."""
+    """Evaluation interval, in steps.
+
+    The start and the end are always evaluated; null evaluates only there.
+    """
     samples_per_prompt: int = Field(default=4, gt=0, le=_MAX_SAMPLES)
     """Number of responses per problem: n of the unbiased pass@k estimate."""
     k: tuple[int, ...] = Field(default=(1,), strict=False, min_length=1)
@@ -301,18 +358,25 @@ class CheckpointOptions(Options):
 
 
 class MismatchOptions(Options):
-    """Limits of log-prob differences for the same tokens and weights, above which the run stops (docs/metrics.md)."""
+    """Limits of log-prob differences for the same tokens and weights, above which the run stops
+    (docs/metrics.md).
+    """
 
     threshold: float = Field(default=0.1, gt=0)
     """Difference in nats above which a token counts in `mismatch/over_frac`."""
     max_abs_mean: float | None = Field(default=None, gt=0)
-    """Maximum mean |difference| of sampler and trainer in a step, in nats per token. About 0.01 is normal in bf16."""
+    """Maximum mean |difference| of sampler and trainer in a step, in nats per token.
+
+    About 0.01 is normal in bf16.
+    """
     max_kl: float | None = Field(default=None, gt=0)
     """Maximum `mismatch/kl` of a step, in nats per token."""
     max_over_frac: float | None = Field(default=None, gt=0, lt=1)
     """Maximum share of a step's tokens above `threshold`."""
     score_noise_every: PositiveInt | None = None
-    """Steps between measurements of `pacs/score_noise`, in which four groups are scored in two packings; null disables them."""
+    """Steps between measurements of `pacs/score_noise`, in which four groups are scored in two
+    packings; null disables them.
+    """
     max_score_noise: float | None = Field(default=None, gt=0)
     """Maximum `pacs/score_noise`, in units of psi."""
     min_score_snr: float | None = Field(default=None, gt=0)
@@ -332,7 +396,9 @@ class LoggingOptions(Options):
     wandb: WandbOptions | None = None
     """Log to Weights & Biases. Requires the `wandb` package, and WANDB_API_KEY."""
     save_tokens: bool = False
-    """Write token ids, log-probs and weight versions as arrays, to repeat a step exactly: eight bytes per token."""
+    """Write token ids, log-probs and weight versions as arrays, to repeat a step exactly: eight
+    bytes per token.
+    """
 
 
 class RunOptions(Options):
@@ -345,11 +411,17 @@ class RunOptions(Options):
     steps: int = Field(gt=0, le=10**9)
     """Number of training steps (rollout batches)."""
     nproc: PositiveInt | None = None
-    """Number of ranks that `train` starts on this host; null uses tp * pp * cp. Ignored under torchrun or srun."""
+    """Number of ranks that `train` starts on this host; null uses tp * pp * cp.
+
+    Ignored under torchrun or srun.
+    """
 
 
 class ResourceOptions(Options):
-    """Cluster resources of the run. Settings of a site (partition, account, modules) are in configs/clusters/."""
+    """Cluster resources of the run.
+
+    Settings of a site (partition, account, modules) are in configs/clusters/.
+    """
 
     nodes: PositiveInt = 1
     """Number of trainer nodes."""
@@ -358,13 +430,20 @@ class ResourceOptions(Options):
     gpu: Literal["a100", "h100", "h200", "b200"] | None = None
     """GPU model, for the memory and time estimates of `plan`; required if gpus_per_node > 0."""
     rollout_nodes: int = Field(default=0, ge=0)
-    """Number of additional nodes for SGLang servers; 0 if servers run on the trainer nodes or elsewhere."""
+    """Number of additional nodes for SGLang servers; 0 if servers run on the trainer nodes or
+    elsewhere.
+    """
     time_limit: TimeLimit = "04:00:00"
-    """Time limit of one Slurm job, `[days-]hours:minutes:seconds`. The run resumes in the next job."""
+    """Time limit of one Slurm job, `[days-]hours:minutes:seconds`. The run resumes in the next job.
+    """
     signal_lead_s: PositiveInt = 300
-    """Seconds between the stop signal and the time limit. Must cover an update, a weight sync and a save."""
+    """Seconds between the stop signal and the time limit.
+
+    Must cover an update, a weight sync and a save.
+    """
     max_attempts: PositiveInt = 5
-    """Number of consecutive attempts without a new checkpoint after which the job is not requeued."""
+    """Number of consecutive attempts without a new checkpoint after which the job is not requeued.
+    """
 
 
 class RunConfig(Options):
@@ -410,7 +489,8 @@ class RunConfig(Options):
         self.objective.refuse_updates_per_step(self.batch.num_updates)
         if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(
-                f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective {self.objective.name} compares the "
+                f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective "
+                f"{self.objective.name} compares the "
                 "samples of a prompt; use at least 2"
             )
         return self

@@ -1,4 +1,7 @@
-"""Types of the schema's strings by meaning. Strings for file names, shells and batch scripts have one of these types."""
+"""Types of the schema's strings by meaning.
+
+Strings for file names, shells and batch scripts have one of these types.
+"""
 
 import os
 import re
@@ -16,27 +19,39 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 MAX_PATH_BYTES = 4095
 MAX_NAME_BYTES = 255
 MAX_RUN_NAME_BYTES = 200
-"""Maximum length of a name, which leaves space for the suffixes of a sweep and of Slurm's logs in a file name."""
+"""Maximum length of a name, which leaves space for the suffixes of a sweep and of Slurm's logs in a
+file name.
+"""
 
 
 def local_path(text: str | Path) -> Path:
-    """The path with `~` replaced by a home folder. For an unknown user the path stays, unlike `Path.expanduser`."""
+    """The path with `~` replaced by a home folder.
+
+    For an unknown user the path stays, unlike `Path.expanduser`.
+    """
     return Path(os.path.expanduser(text))
 
 
 def encodable_bytes(text: str) -> int:
-    """Length in UTF-8. Raises ValueError for lone surrogates, which no file name or script can contain."""
+    """Length in UTF-8.
+
+    Raises ValueError for lone surrogates, which no file name or script can contain.
+    """
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise ValueError("expected text that UTF-8 can encode, got a lone surrogate; remove it") from None
+        raise ValueError(
+            "expected text that UTF-8 can encode, got a lone surrogate; remove it"
+        ) from None
 
 
 def _check_line(text: str) -> str:
     if not text.strip():
         raise ValueError("expected text, got an empty string; write a value or remove the key")
     encodable_bytes(text)
-    control = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Zl", "Zp")), None)
+    control = next(
+        (letter for letter in text if unicodedata.category(letter) in ("Cc", "Zl", "Zp")), None
+    )
     if control is not None:
         raise ValueError(f"expected one line, got the control character {control!r}; remove it")
     return text
@@ -45,9 +60,15 @@ def _check_line(text: str) -> str:
 def _check_path(text: str) -> str:
     _check_line(text)
     longest = max(text.split("/"), key=encodable_bytes)
-    for what, part, limit in (("a path", text, MAX_PATH_BYTES), ("file names", longest, MAX_NAME_BYTES)):
+    for what, part, limit in (
+        ("a path", text, MAX_PATH_BYTES),
+        ("file names", longest, MAX_NAME_BYTES),
+    ):
         if encodable_bytes(part) > limit:
-            raise ValueError(f"expected {what} of at most {limit} bytes, got {encodable_bytes(part)}; correct the path")
+            raise ValueError(
+                f"expected {what} of at most {limit} bytes, got {encodable_bytes(part)}; correct "
+                "the path"
+            )
     return text
 
 
@@ -56,7 +77,9 @@ def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> A
 
     def check(text: str) -> str:
         if encodable_bytes(text) > max_bytes:
-            raise ValueError(f"expected at most {max_bytes} bytes, got {encodable_bytes(text)}; shorten it")
+            raise ValueError(
+                f"expected at most {max_bytes} bytes, got {encodable_bytes(text)}; shorten it"
+            )
         if not compiled.fullmatch(text):
             raise ValueError(f"expected {expected}, got {shown(text)}; correct it")
         return text
@@ -64,7 +87,9 @@ def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> A
     return AfterValidator(check)
 
 
-_HOST = re.compile(r"(?=.{1,253}$)([\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*)", re.ASCII)
+_HOST = re.compile(
+    r"(?=.{1,253}$)([\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*)", re.ASCII
+)
 """A host name (its labels), or an IPv6 address."""
 
 
@@ -76,10 +101,16 @@ def _check_url(text: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{expected}, got {text!r} ({error}); correct it") from None
-    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(parts.hostname or "") or port == 0:
+    if (
+        parts.scheme not in ("http", "https")
+        or not _HOST.fullmatch(parts.hostname or "")
+        or port == 0
+    ):
         raise ValueError(f"{expected}, got {text!r}; correct it")
     if "@" in parts.netloc:  # not printed: it contains a secret
-        raise ValueError(f"{expected} without user or password; name the key by an environment variable")
+        raise ValueError(
+            f"{expected} without user or password; name the key by an environment variable"
+        )
     if parts.query or parts.fragment or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII):
         raise ValueError(f"{expected} without query or fragment, got {text!r}; correct it")
     return text
@@ -96,7 +127,9 @@ def _check_pattern(text: str) -> str:
     try:
         re.compile(text, re.DOTALL)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"expected a regular expression of Python, got {shown(text)} ({error}); correct it") from None
+        raise ValueError(
+            f"expected a regular expression of Python, got {shown(text)} ({error}); correct it"
+        ) from None
     return text
 
 
@@ -117,11 +150,17 @@ EnvironmentName = Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an envi
 HostName = Annotated[str, _matching(r"[A-Za-z0-9:][A-Za-z0-9.:_-]*", "a host name or an address")]
 _INTERFACES = r"[\^=]?[A-Za-z0-9][\w.:@-]*(,[A-Za-z0-9][\w.:@-]*)*"
 Interface = Annotated[str, _matching(_INTERFACES, "a network interface, such as ib0")]
-Constraint = Annotated[str, _matching(r"[\w.:@+,&|()\[\]*!-]+", "node features, such as a100&nvlink")]
-MemorySize = Annotated[str, _matching(r"\d{1,12}[KMGT]?", "a size as Slurm writes it, such as 0 or 200G")]
+Constraint = Annotated[
+    str, _matching(r"[\w.:@+,&|()\[\]*!-]+", "node features, such as a100&nvlink")
+]
+MemorySize = Annotated[
+    str, _matching(r"\d{1,12}[KMGT]?", "a size as Slurm writes it, such as 0 or 200G")
+]
 CpuBind = Annotated[str, _matching(r"[\w:,.*x+-]+", "a value of srun's --cpu-bind, such as cores")]
 Devices = Annotated[str, _matching(r"[\w,:./-]*", "a value of CUDA_VISIBLE_DEVICES, such as 0,1")]
-ModuleName = Annotated[str, _matching(r"[\w.+@][\w./:+@-]*", "the name of a module, such as cuda/12.9")]
+ModuleName = Annotated[
+    str, _matching(r"[\w.+@][\w./:+@-]*", "the name of a module, such as cuda/12.9")
+]
 _MOUNT = r"/[^:,\x00-\x1f\x7f]*(:/[^:,\x00-\x1f\x7f]*)?(:[a-z+]+)?"
 Mount = Annotated[str, _matching(_MOUNT, "/path or /host/path:/container/path", MAX_PATH_BYTES)]
 _TIME = r"(\d{1,3}-([01]?\d|2[0-3])|\d{1,3}):[0-5]\d:[0-5]\d"

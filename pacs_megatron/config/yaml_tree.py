@@ -1,7 +1,10 @@
-"""The only YAML reader. Returns a tree with the file and line of each value; limits size, depth and numbers.
+"""The only YAML reader.
 
-Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings (unlike YAML 1.1,
-PyYAML's default). Tags, anchors and merge keys are rejected. Every fault is a ConfigError.
+Returns a tree with the file and line of each value; limits size, depth and numbers.
+
+Plain scalars follow the core schema of YAML 1.2: `1e-6` is a number, `no` and `12:30` are strings
+(unlike YAML 1.1, PyYAML's default). Tags, anchors and merge keys are rejected. Every fault is a
+ConfigError.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ MAX_BYTES = 256 * 1024
 """Maximum size of a file or an override."""
 MAX_DEPTH = 32
 MAX_DIGITS = 24
-"""Maximum number of digits of an integer; products of several such integers still fit into a float."""
+"""Maximum number of digits of an integer; products of several such integers still fit into a float.
+"""
 
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
 _INT = re.compile(r"[-+]?[0-9]+")
 _CONSTANTS: Mapping[str, Scalar] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
@@ -53,7 +59,8 @@ class Node:
         """The node at `path`, or None if it is not set."""
         if not path:
             return self
-        key, inner = path[0], self.value
+        key = path[0]
+        inner = self.value
         if isinstance(inner, dict) and str(key) in inner:
             return inner[str(key)].at(path[1:])
         if isinstance(inner, list) and isinstance(key, int) and key < len(inner):
@@ -62,9 +69,15 @@ class Node:
 
 
 def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> Node:
-    """Parses `text`. Messages and origins are `source:line`, or `fixed_origin` if it is given. Raises ConfigError."""
+    """Parses `text`.
+
+    Messages and origins are `source:line`, or `fixed_origin` if it is given. Raises ConfigError.
+    """
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"{source}: {len(text)} characters of YAML, but at most {MAX_BYTES} are read; shorten it")
+        raise ConfigError(
+            f"{source}: {len(text)} characters of YAML, but at most {MAX_BYTES} are read; shorten "
+            "it"
+        )
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except RecursionError:
@@ -93,24 +106,33 @@ def read_yaml(path: Path, display: str) -> Node:
 def _read_text(path: Path, display: str) -> str:
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"cannot read the configuration {display}: it is not a regular file; give a file")
+            raise ConfigError(
+                f"cannot read the configuration {display}: it is not a regular file; give a file"
+            )
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {display}: {error.strerror}; give an existing file") from None
+        raise ConfigError(
+            f"cannot read the configuration {display}: {error.strerror}; give an existing file"
+        ) from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{display}: more than {MAX_BYTES} bytes; a configuration is smaller, give another file")
+        raise ConfigError(
+            f"{display}: more than {MAX_BYTES} bytes; a configuration is smaller, give another file"
+        )
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"cannot read the configuration {display}: not UTF-8 text; re-save it as such") from None
+        raise ConfigError(
+            f"cannot read the configuration {display}: not UTF-8 text; re-save it as such"
+        ) from None
 
 
 class _Converter:
     """Turns PyYAML's nodes into ours."""
 
     def __init__(self, source: str, fixed_origin: str | None) -> None:
-        self._source, self._fixed_origin = source, fixed_origin
+        self._source = source
+        self._fixed_origin = fixed_origin
         self._seen: set[int] = set()
 
     def _origin(self, node: yaml.Node) -> str:
@@ -120,7 +142,8 @@ class _Converter:
         origin = self._origin(node)
         if id(node) in self._seen:
             raise ConfigError(
-                f"YAML anchors and aliases are not supported; repeat the value or `include:` a file ({origin})"
+                "YAML anchors and aliases are not supported; repeat the value or `include:` a "
+                f"file ({origin})"
             )
         self._seen.add(id(node))
         if depth > MAX_DEPTH:
@@ -139,25 +162,34 @@ class _Converter:
             where = self._origin(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(
-                    f"expected a plain word as key, got a {key_node.id}; quote text that starts with [ or {{ ({where})"
+                    f"expected a plain word as key, got a {key_node.id}; quote text that starts "
+                    f"with [ or {{ ({where})"
                 )
             key = _readable(key_node.value, where)
             if key in entries:
                 raise ConfigError(
-                    f"key `{key}` is written twice in one mapping, first at {entries[key].origin}; keep one ({where})"
+                    f"key `{key}` is written twice in one mapping, first at "
+                    f"{entries[key].origin}; keep one ({where})"
                 )
             entries[key] = Node(self.convert(value_node, depth + 1).value, where)
         return entries
 
 
 def _too_deep(origin: str) -> ConfigError:
-    return ConfigError(f"values are nested more than {MAX_DEPTH} levels deep; flatten them ({origin})")
+    return ConfigError(
+        f"values are nested more than {MAX_DEPTH} levels deep; flatten them ({origin})"
+    )
 
 
 def _readable(text: str, origin: str) -> str:
-    """`text`. Raises ConfigError for NUL and lone surrogates, which no file name or UTF-8 text can contain."""
+    """`text`.
+
+    Raises ConfigError for NUL and lone surrogates, which no file name or UTF-8 text can contain.
+    """
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ConfigError(f"text contains NUL or a lone surrogate: {text[:40]!r}; remove it ({origin})")
+        raise ConfigError(
+            f"text contains NUL or a lone surrogate: {text[:40]!r}; remove it ({origin})"
+        )
     return text
 
 
@@ -170,7 +202,10 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Scalar:
         return _CONSTANTS[text]
     if _INT.fullmatch(text):
         if len(text) > MAX_DIGITS:
-            raise ConfigError(f"a number of {len(text)} digits, expected at most {MAX_DIGITS}; correct it ({origin})")
+            raise ConfigError(
+                f"a number of {len(text)} digits, expected at most {MAX_DIGITS}; correct it "
+                f"({origin})"
+            )
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
@@ -183,7 +218,8 @@ def _refuse_tag(node: yaml.Node, plain_tag: str, origin: str) -> None:
 
 
 def _syntax_error(error: Exception, source: str) -> ConfigError:
-    problem, place = " ".join(str(error).split()), source
+    problem = " ".join(str(error).split())
+    place = source
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         problem = " ".join(filter(None, (error.context, error.problem)))
         place = f"{source}:{error.problem_mark.line + 1}"

@@ -3,8 +3,23 @@
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.objective_data import Prepared, TokenRecord, UpdateReport
 from pacs_megatron.contracts.protocols import RewardFn, WeightReceiver
-from pacs_megatron.contracts.samples import Group, Judgement, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
-from pacs_megatron.contracts.step_data import Interrupted, MicroBatchPlan, MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.contracts.samples import (
+    Group,
+    Judgement,
+    Prompt,
+    Sample,
+    SampleRequest,
+    SamplingOptions,
+    Span,
+    Stop,
+)
+from pacs_megatron.contracts.step_data import (
+    Interrupted,
+    MicroBatchPlan,
+    MiniBatch,
+    SampleFacts,
+    TokenBuffers,
+)
 
 __all__ = [
     "Group",

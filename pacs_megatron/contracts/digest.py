@@ -1,7 +1,8 @@
 """The digest of exported weights, equal on every host. The device of the weights computes it.
 
-It identifies the export that a sample came from. Only the server's checksums prove that a server has these weights
-(`rollout.sync.verify`). Equal weights on a GPU and on a CPU have different digests.
+It identifies the export that a sample came from. Only the server's checksums prove that a server
+has these weights (`rollout.sync.verify`). Equal weights on a GPU and on a CPU have different
+digests.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _TILES_PER_CHUNK = 256
 class WeightDigest:
     """xxh3-128 over (name, dtype, shape, content) of every tensor, in export order.
 
-    The content of a CPU tensor is its bytes. The content of a GPU tensor is `word_sum`, because a copy of a whole model
-    to host memory takes longer than the transfer to the servers.
+    The content of a CPU tensor is its bytes. The content of a GPU tensor is `word_sum`, because a
+    copy of a whole model to host memory takes longer than the transfer to the servers.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """int32 [words], the bytes padded with zeros to a multiple of 4; a copy if the memory is not aligned."""
+    """int32 [words], the bytes padded with zeros to a multiple of 4; a copy if the memory is not
+    aligned.
+    """
     import torch
 
     data = as_bytes(tensor)
@@ -76,8 +79,9 @@ def as_words(tensor: torch.Tensor) -> torch.Tensor:
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64 [], on the tensor's device: sum of word i of tile t times w_i times v_t, modulo 2**64.
 
-    A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit multipliers. Any single
-    changed bit changes it. An exchange, a move or a removal of words changes it except in about one case in 2**32.
+    A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit
+    multipliers. Any single changed bit changes it. An exchange, a move or a removal of words
+    changes it except in about one case in 2**32.
     """
     import torch
 

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel axes; `world_size = tp * pp * cp * dp`. Expert parallelism divides a stage's ranks."""
+    """Sizes of the parallel axes; `world_size = tp * pp * cp * dp`.
+
+    Expert parallelism divides a stage's ranks.
+    """
 
     world_size: int
     tp: int = 1
@@ -22,12 +25,17 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas; exact only when `world_size` is divisible (the config checks that)."""
+        """Data-parallel replicas; exact only when `world_size` is divisible (the config checks
+        that).
+        """
         return self.world_size // self.model_parallel_size
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks that shard one expert: 1 with expert parallelism, which distributes whole experts, else tp."""
+        """Number of ranks that shard one expert:
+
+        1 with expert parallelism, which distributes whole experts, else tp.
+        """
         return 1 if self.ep > 1 else self.tp
 
     @property
@@ -37,14 +45,17 @@ class Layout:
 
     @property
     def microbatch_multiple(self) -> int:
-        """A rank's number of micro-batches is a multiple of this, because the interleaved schedule needs complete rounds."""
+        """A rank's number of micro-batches is a multiple of this, because the interleaved schedule
+        needs complete rounds.
+        """
         return self.pp if self.vpp is not None else 1
 
 
 def logits_per_chunk(device_bytes: float | None) -> int:
     """Number of elements of one chunk of logits, for a GPU with this memory or for the CPU (None).
 
-    Every chunk reads and writes the fp32 gradient of the whole output layer, so larger chunks move fewer bytes. At 12
-    bytes an element a chunk needs 2.3 % of the GPU's memory. On the CPU it needs 256 MiB in fp32.
+    Every chunk reads and writes the fp32 gradient of the whole output layer, so larger chunks move
+    fewer bytes. At 12 bytes an element a chunk needs 2.3 % of the GPU's memory. On the CPU it needs
+    256 MiB in fp32.
     """
     return 1 << 26 if device_bytes is None else int(device_bytes / 512)

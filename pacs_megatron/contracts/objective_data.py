@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TokenRecord:
-    """Response tokens of one micro-batch, packed: tensors are [t], t = sum of the response lengths; nats."""
+    """Response tokens of one micro-batch, packed: tensors are [t], t = sum of the response lengths;
+    nats.
+    """
 
     logprobs: torch.Tensor
     """float32, log pi_theta of the sampled token; with the autograd graph during an update"""
@@ -39,12 +41,17 @@ class Prepared:
     per_sample: dict[str, torch.Tensor]
     """float64 [n] each; `token_loss` looks them up by `sample_of_token` (1/N is included)"""
     loss: float | None = None
-    """The true objective of the mini-batch, for reporting (nats per sample). None: the masked sum of `token_loss`."""
+    """The true objective of the mini-batch, for reporting (nats per sample).
+
+    None: the masked sum of `token_loss`.
+    """
     metrics: dict[str, float] = field(default_factory=dict)
     denominators: dict[str, float] = field(default_factory=dict)
     """denominators of `metrics` and `token_metrics`, if not the number of samples"""
     zero_gradient: torch.Tensor | None = None
-    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave them out. None: unknown"""
+    """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave
+    them out. None: unknown
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     import torch
 
 LogprobSource = Literal["step_start", "reference", "value"]
-"""`step_start`: the policy with its weights at the start of the step. `reference`: the frozen snapshot. `value`: the
-critic at the start of the step, whose pass returns values instead of log-probs."""
+"""`step_start`: the policy with its weights at the start of the step.
+
+`reference`: the frozen snapshot. `value`: the critic at the start of the step, whose pass returns
+values instead of log-probs.
+"""
 
 Coupling = Literal["token", "sample", "group", "minibatch"]
-"""The log-probs that a token's coefficient depends on: only the token's, its sample's, its group's, or all."""
+"""The log-probs that a token's coefficient depends on: only the token's, its sample's, its group's,
+or all.
+"""
 
 Statistic = Literal["score", "sampler_ratio"]
-"""A number per sample, computed from log-probs, that coefficients depend on. `score`: the masked sum of
-`Objective.token_scores`. `sampler_ratio`: mean over the response tokens of log pi_step_start - log pi_sampler, nats."""
+"""A number per sample, computed from log-probs, that coefficients depend on.
+
+`score`: the masked sum of `Objective.token_scores`. `sampler_ratio`: mean over the response tokens
+of log pi_step_start - log pi_sampler, nats.
+"""
 
 RewardFn = Callable[[Prompt, str], float | Judgement]
 """Judges the response to a prompt. Raises RewardError if it cannot, instead of returning 0.0."""
-
-
-
-
-
-
-
-
 
 
 @runtime_checkable
@@ -43,4 +43,7 @@ class WeightReceiver(Protocol):
         """Receives one whole weight under its Hugging Face name. Raises SyncError."""
 
     def end_update(self, digest: str) -> None:
-        """Ends the update: later samples have (version, digest). Raises SyncError if a weight is missing."""
+        """Ends the update: later samples have (version, digest).
+
+        Raises SyncError if a weight is missing.
+        """

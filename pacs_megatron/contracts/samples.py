@@ -65,15 +65,23 @@ class SamplingOptions(Options):
     max_response_tokens: PositiveInt
     """Maximum response length, in tokens. A longer response is truncated."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
-    """Strings that end a response, in addition to the end-of-sequence tokens; the response includes them."""
+    """Strings that end a response, in addition to the end-of-sequence tokens; the response includes
+    them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A request for one response. `seed` depends only on run seed, step, prompt id and sample index."""
+    """A request for one response.
+
+    `seed` depends only on run seed, step, prompt id and sample index.
+    """
 
     id: str
-    """Sample id: `<step>:<prompt id>#<sample index>`, for evaluation `eval<step>:<prompt id>#<index>`."""
+    """Sample id:
+
+    `<step>:<prompt id>#<sample index>`, for evaluation `eval<step>:<prompt id>#<index>`.
+    """
     prompt_id: str
     token_ids: np.ndarray
     """int32 [prompt]"""
@@ -87,21 +95,27 @@ class SampleRequest:
 
 
 def check_request(request: SampleRequest, vocab_size: int) -> None:
-    """Raises RolloutError for a request without tokens, or with a token outside the vocabulary (it crashes a server)."""
+    """Raises RolloutError for a request without tokens, or with a token outside the vocabulary (it
+    crashes a server).
+    """
     ids = request.token_ids
     if not len(ids):
         raise RolloutError(f"request {request.id}: the prompt has no tokens")
     worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
     if not 0 <= worst < vocab_size:
         raise RolloutError(
-            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: tokenizer and model do not "
+            f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: "
+            "tokenizer and model do not "
             "belong together; check model.path"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One response and the weights that sampled it. The driver sets `reward`, `label` and `failure`."""
+    """One response and the weights that sampled it.
+
+    The driver sets `reward`, `label` and `failure`.
+    """
 
     id: str
     prompt_id: str
@@ -109,7 +123,9 @@ class Sample:
     """int32 [prompt + response]"""
     prompt_len: int
     sampler_logprobs: np.ndarray
-    """float32 [response], nats, under the sampling distribution (with temperature, without filters)."""
+    """float32 [response], nats, under the sampling distribution (with temperature, without
+    filters).
+    """
     spans: tuple[Span, ...]
     stop: Stop
     routes: np.ndarray | None = None

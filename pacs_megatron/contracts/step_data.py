@@ -1,4 +1,7 @@
-"""The samples of one step as flat arrays: SampleFacts on every rank, and the tokens of this rank's share."""
+"""The samples of one step as flat arrays:
+
+SampleFacts on every rank, and the tokens of this rank's share.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -6,13 +9,17 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 
-class Interrupted(Exception):  # noqa: N818  (not an error)
-    """Raised on all ranks after a stop request on any rank; the loop saves the position of the run and returns."""
+class Interrupted(Exception):
+    """Raised on all ranks after a stop request on any rank; the loop saves the position of the run
+    and returns.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """Labels, rewards, lengths, ... of the n samples of a step or mini-batch, on EVERY rank, by (group, sample id)."""
+    """Labels, rewards, lengths, ... of the n samples of a step or mini-batch, on EVERY rank, by
+    (group, sample id).
+    """
 
     ids: tuple[str, ...]
     groups: np.ndarray
@@ -28,11 +35,17 @@ class SampleFacts:
     truncated: np.ndarray
     """bool [n], ended by length"""
     log_ratio_to_sampler: np.ndarray | None = None
-    """float64 [n], the statistic `sampler_ratio`, nats; the engine fills it in where the objective declares it"""
+    """float64 [n], the statistic `sampler_ratio`, nats; the engine fills it in where the objective
+    declares it
+    """
     kl_to_reference: np.ndarray | None = None
-    """float64 [n], `Objective.sample_kl`, nats; the engine fills it in where the objective subtracts it from the reward"""
+    """float64 [n], `Objective.sample_kl`, nats; the engine fills it in where the objective
+    subtracts it from the reward
+    """
     advantage_abs: np.ndarray | None = None
-    """float64 [n], mean |A| over the response tokens; the engine fills it in for an objective with a critic"""
+    """float64 [n], mean |A| over the response tokens; the engine fills it in for an objective with
+    a critic
+    """
 
     @property
     def num_samples(self) -> int:
@@ -52,7 +65,9 @@ class SampleFacts:
         """The rows `index` (int64 [m]), in that order, with group numbers made dense again."""
         _, dense = np.unique(self.groups[index], return_inverse=True)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
+        selected = {
+            name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)
+        }
         selected |= {"ids": tuple(self.ids[i] for i in index), "groups": dense.astype(np.int64)}
         return SampleFacts(**selected)
 
@@ -72,12 +87,16 @@ class TokenBuffers:
     response_offsets: np.ndarray
     """int64 [m + 1], into sampler_logprobs"""
     routes: np.ndarray | None = None
-    """int16 [sum of (lens - 1), layers, top k], the sampler's experts that training replays; None: no replay"""
+    """int16 [sum of (lens - 1), layers, top k], the sampler's experts that training replays; None:
+    no replay
+    """
 
     def routes_of(self, position: int) -> np.ndarray:
         """int16 [prompt + response - 1, layers, top k] of the sample at `position`."""
         assert self.routes is not None
-        return self.routes[self.offsets[position] - position : self.offsets[position + 1] - position - 1]
+        return self.routes[
+            self.offsets[position] - position : self.offsets[position + 1] - position - 1
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +104,13 @@ class MicroBatchPlan:
     """Assignment of samples to the micro-batches of each data-parallel rank, in order."""
 
     by_dp_rank: tuple[tuple[np.ndarray, ...], ...]
-    """[d][k]: rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; empty: a padding micro-batch"""
+    """[d][k]: rows (int64, into the mini-batch's SampleFacts) of micro-batch k on rank d; empty: a
+    padding micro-batch
+    """
     together: np.ndarray
-    """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch contains whole groups only"""
+    """bool [n], samples of groups that are kept in one micro-batch; such a micro-batch contains
+    whole groups only
+    """
 
     def loads(self, facts: SampleFacts) -> list[int]:
         """Number of tokens of each data-parallel rank."""
@@ -104,7 +127,8 @@ class MicroBatchPlan:
 
 @dataclass(slots=True, kw_only=True)
 class MiniBatch:
-    """One mini-batch (one optimizer update): facts of all its samples, this rank's tokens, and the plan.
+    """One mini-batch (one optimizer update): facts of all its samples, this rank's tokens, and the
+    plan.
 
     The dictionaries map a row of `facts` (this rank's samples only) to float32 [response], nats.
     """
@@ -119,7 +143,12 @@ class MiniBatch:
     """of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
     routes: dict[int, np.ndarray] | None = None
-    """experts of this rank's samples for the score pass and the update (policy/passes.py); None: the routers select
-    them. The sampler's experts are set before any pass, and the `step_start` pass also uses them"""
+    """experts of this rank's samples for the score pass and the update (policy/passes.py); None:
+    the routers select them. The sampler's experts are set before any pass, and the `step_start`
+    pass also uses them
+    """
     estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
-    """with a critic: `value` at the step's start, whitened `advantage`, `return`; by row as log-probs"""
+    """with a critic:
+
+    `value` at the step's start, whitened `advantage`, `return`; by row as log-probs
+    """

@@ -1,4 +1,6 @@
-"""The certificate of a conversion: every tensor of both sides with its digest, and the checks that passed."""
+"""The certificate of a conversion: every tensor of both sides with its digest, and the checks that
+passed.
+"""
 
 import json
 import platform
@@ -35,7 +37,9 @@ class Certificate:
     left_out: list[str] = field(default_factory=list)
     """Redundant Hugging Face tensors (a second copy of tied embeddings, rotary tables)"""
     logits: dict[str, Any] | None = None
-    _tensors: dict[Side, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"hf": {}, "megatron": {}})
+    _tensors: dict[Side, dict[str, dict[str, Any]]] = field(
+        default_factory=lambda: {"hf": {}, "megatron": {}}
+    )
     """Name -> full shape, dtype, and the digest of the row-major bytes"""
 
     def add(self, side: Side, name: str, tensor: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""The commands of `pacs-megatron convert`. Each returns its summary; `pacs_megatron/cli.py` has the options."""
+"""The commands of `pacs-megatron convert`.
+
+Each returns its summary; `pacs_megatron/cli.py` has the options.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -13,7 +16,10 @@ from pacs_megatron.observability import logs
 
 @contextmanager
 def _command() -> Iterator[None]:
-    """Logs to the console. SIGTERM ends the block as Ctrl-C does, so `with` blocks remove partial output."""
+    """Logs to the console.
+
+    SIGTERM ends the block as Ctrl-C does, so `with` blocks remove partial output.
+    """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -43,11 +49,17 @@ def to_hf(checkpoint: Path, step: int | None, **options: Any) -> str:
 
 
 @_command()
-def verify(hf: str, checkpoint: Path, certificate: Path, *, step: int | None, logits: bool, **options: Any) -> str:
+def verify(
+    hf: str, checkpoint: Path, certificate: Path, *, step: int | None, logits: bool, **options: Any
+) -> str:
     """Compares both sides; `options` are those of LogitsOptions."""
     from pacs_megatron.convert.logits import LogitsOptions
     from pacs_megatron.convert.verify import verify
 
     if not logits and any(options[axis] != 1 for axis in ("tp", "pp", "ep")):
-        raise ConversionError("--tp, --pp and --ep are the layout of --logits; add --logits or remove them")
-    return verify(hf, checkpoint, certificate, step=step, logits=LogitsOptions(**options) if logits else None)
+        raise ConversionError(
+            "--tp, --pp and --ep are the layout of --logits; add --logits or remove them"
+        )
+    return verify(
+        hf, checkpoint, certificate, step=step, logits=LogitsOptions(**options) if logits else None
+    )

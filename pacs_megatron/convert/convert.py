@@ -1,4 +1,6 @@
-"""HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the model's size."""
+"""HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the
+model's size.
+"""
 
 import math
 import os
@@ -19,7 +21,14 @@ from pacs_megatron.checkpoint.hf_folder import (
     hf_tensors,
     metadata_files,
 )
-from pacs_megatron.checkpoint.manifest import DIST_FOLDER, HF_FOLDER, FileFacts, Manifest, digest_file, write_manifest
+from pacs_megatron.checkpoint.manifest import (
+    DIST_FOLDER,
+    HF_FOLDER,
+    FileFacts,
+    Manifest,
+    digest_file,
+    write_manifest,
+)
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate
@@ -39,7 +48,9 @@ class Options:
     dtype: str | None = None
     verify: bool = False
     verify_source: bool = True
-    """whether to compare a Megatron checkpoint's files with its manifest's digests before reading them"""
+    """whether to compare a Megatron checkpoint's files with its manifest's digests before reading
+    them
+    """
 
 
 def _summary(options: Options, num_tensors: int, nbytes: int, seconds: float) -> str:
@@ -52,13 +63,16 @@ def _summary(options: Options, num_tensors: int, nbytes: int, seconds: float) ->
 
 def _refuse_inside(out: Path, source: Path) -> None:
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
-        raise ConversionError(f"{out} is inside the source {source}; choose an output folder outside of it")
+        raise ConversionError(
+            f"{out} is inside the source {source}; choose an output folder outside of it"
+        )
 
 
 def hf_to_megatron(hf: str, options: Options) -> str:
     """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP; returns a summary.
 
-    Raises PacsError subclasses for an incomplete source, a full disk or an existing output, and removes partial output.
+    Raises PacsError subclasses for an incomplete source, a full disk or an existing output, and
+    removes partial output.
     """
     start = time.perf_counter()
     folder = HfFolder(model_folder(hf, "--hf"))
@@ -66,14 +80,27 @@ def hf_to_megatron(hf: str, options: Options) -> str:
     table = weight_table(read_spec(folder.config))
     for file in metadata_files(folder.path):
         if file.suffix == ".json":  # copied as it is
-            parse_json(read_text(file, error=CheckpointError), str(file), error=CheckpointError, any_text=True)
+            parse_json(
+                read_text(file, error=CheckpointError),
+                str(file),
+                error=CheckpointError,
+                any_text=True,
+            )
     certificate = Certificate(
-        direction="hf-to-megatron", source=str(folder.path), target=str(options.out), spec=table.spec
+        direction="hf-to-megatron",
+        source=str(folder.path),
+        target=str(options.out),
+        spec=table.spec,
     )
     certificate.left_out = check_names(folder, table)
-    certificate.checks["names and shapes"] = f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"
+    certificate.checks["names and shapes"] = (
+        f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"
+    )
     cast = DTYPES.get(options.dtype or "")
-    total = sum(_target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype) for entry in table.entries)
+    total = sum(
+        _target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype)
+        for entry in table.entries
+    )
     check_free_disk(options.out, total)
     with StagedFolder(options.out) as staged:
         files = _write_dist(folder, table, staged.path, cast, certificate)
@@ -93,20 +120,33 @@ def hf_to_megatron(hf: str, options: Options) -> str:
 
 
 def megatron_to_hf(
-    checkpoint: str | Path, options: Options, *, step: int | None, max_shard_bytes: int = MAX_SHARD_BYTES
+    checkpoint: str | Path,
+    options: Options,
+    *,
+    step: int | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> str:
-    """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the newest)."""
+    """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the
+    newest).
+    """
     start = time.perf_counter()
     source = find_checkpoint(checkpoint, step)
     _refuse_inside(options.out, source)
     weights = MegatronWeights(source, digests=options.verify_source)
     table = weights.table
     cast = DTYPES.get(options.dtype or "")
-    infos = [info for entry in table.entries for info in hf_tensors([entry], cast or weights.dtype(entry))]
+    infos = [
+        info
+        for entry in table.entries
+        for info in hf_tensors([entry], cast or weights.dtype(entry))
+    ]
     total = sum(info.nbytes for info in infos)
     check_free_disk(options.out, total)
     certificate = Certificate(
-        direction="megatron-to-hf", source=str(weights.path), target=str(options.out), spec=table.spec
+        direction="megatron-to-hf",
+        source=str(weights.path),
+        target=str(options.out),
+        spec=table.spec,
     )
     certificate.checks[FILES] = files_check(weights, verified=options.verify_source)
     certificate.checks["names and shapes"] = f"{len(table.entries)} rows give {len(infos)} tensors"
@@ -129,7 +169,11 @@ def megatron_to_hf(
 
 
 def _write_dist(
-    folder: HfFolder, table: WeightTable, target: Path, cast: torch.dtype | None, certificate: Certificate
+    folder: HfFolder,
+    table: WeightTable,
+    target: Path,
+    cast: torch.dtype | None,
+    certificate: Certificate,
 ) -> dict[str, FileFacts]:
     (target / DIST_FOLDER).mkdir()
     writer = DistWriter(target / DIST_FOLDER, num_files=WORKERS)
@@ -138,7 +182,9 @@ def _write_dist(
         tensors = [folder.get(name) for name in entry.hf_names]
         for name, tensor in zip(entry.hf_names, tensors, strict=True):
             certificate.add("hf", name, tensor)
-        full = entry.to_megatron([_cast(t, cast, name) for t, name in zip(tensors, entry.hf_names, strict=True)])
+        full = entry.to_megatron(
+            [_cast(t, cast, name) for t, name in zip(tensors, entry.hf_names, strict=True)]
+        )
         certificate.add("megatron", entry.megatron_name, full)
         stacked = () if entry.expert is None else (entry.expert,)
         writer.put(
@@ -166,7 +212,11 @@ def _write_dist(
 
 
 def _export(
-    entry: Entry, weights: MegatronWeights, writer: HfFolderWriter, certificate: Certificate, cast: torch.dtype | None
+    entry: Entry,
+    weights: MegatronWeights,
+    writer: HfFolderWriter,
+    certificate: Certificate,
+    cast: torch.dtype | None,
 ) -> None:
     full = weights.get_entry(entry)
     certificate.add("megatron", entry.megatron_name, full)
@@ -181,8 +231,12 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.T
     if dtype is None:
         return tensor
     found = tensor.to(dtype)
-    if found.numel() and not torch.stack(found.aminmax()).isfinite().all():  # without a temporary of its size
-        raise ConversionError(f"{name} has values that are not finite in {dtype}; choose a --dtype of a larger range")
+    if (
+        found.numel() and not torch.stack(found.aminmax()).isfinite().all()
+    ):  # without a temporary of its size
+        raise ConversionError(
+            f"{name} has values that are not finite in {dtype}; choose a --dtype of a larger range"
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the Hugging Face folder."""
+"""Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the
+Hugging Face folder.
+"""
 
 import math
 import random
@@ -15,7 +17,9 @@ from pacs_megatron.runtime.waiting import report_wait
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
-"""Tolerance, relative to the largest logit if that exceeds 1, else absolute. bf16 has none: it reports the difference."""
+"""Tolerance, relative to the largest logit if that exceeds 1, else absolute. bf16 has none: it
+reports the difference.
+"""
 _TIMEOUT_S = 3600.0
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -48,26 +52,38 @@ def check_layout(table: WeightTable, options: LogitsOptions) -> None:
     for name, size, what in sizes:
         axis = getattr(options, name)
         if axis < 1 or size % axis:
-            raise ConversionError(f"--{name} {axis} does not divide the model's {what}; use a divisor of {size}")
+            raise ConversionError(
+                f"--{name} {axis} does not divide the model's {what}; use a divisor of {size}"
+            )
     for entry in table.entries:
         entry.shard_shape(options.tp)
 
 
 def fixed_prompts(vocab_size: int) -> list[list[int]]:
     """Prompts with the same token ids in every release, so certificates are comparable."""
-    generator = random.Random(20250902)  # noqa: S311  # not a secret
+    generator = random.Random(20250902)  # not a secret
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in _PROMPT_LENS]
 
 
 def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[str, Any]:
-    """The certificate's entry on logits. Raises ConversionError if the difference exceeds the tolerance."""
+    """The certificate's entry on logits.
+
+    Raises ConversionError if the difference exceeds the tolerance.
+    """
     import torch
     from safetensors.torch import load_file
 
     reference = _transformers_logits(hf, options)
     with tempfile.TemporaryDirectory(prefix="pacs-logits-") as scratch:
         action = partial(_rank, checkpoint.absolute(), options, Path(scratch))
-        ranks = Processes(Path(scratch), "policy", action, options.world_size, limit_s=_TIMEOUT_S, start_method="spawn")
+        ranks = Processes(
+            Path(scratch),
+            "policy",
+            action,
+            options.world_size,
+            limit_s=_TIMEOUT_S,
+            start_method="spawn",
+        )
         ranks.wait(ConversionError)
         ours = load_file(Path(scratch) / "logits.safetensors")["logits"]
     difference = (ours - reference).abs().max().item()
@@ -84,10 +100,14 @@ def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[s
         "ep": options.ep,
         "tolerance": tolerance,
     }
-    if not bool(torch.isfinite(ours).all()) or (tolerance is not None and not difference <= tolerance):
+    if not bool(torch.isfinite(ours).all()) or (
+        tolerance is not None and not difference <= tolerance
+    ):
         raise ConversionError(
-            f"logits of {checkpoint} at tp={options.tp} pp={options.pp} ep={options.ep} differ from transformers on {hf} "
-            f"by {difference:.3g}, allowed {tolerance}; the weights or the architecture do not match"
+            f"logits of {checkpoint} at tp={options.tp} pp={options.pp} ep={options.ep} differ "
+            f"from transformers on {hf} "
+            f"by {difference:.3g}, allowed {tolerance}; the weights or the architecture do not "
+            "match"
         )
     return found
 
@@ -104,12 +124,17 @@ def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
         trust_remote_code=options.trust_remote_code,
     ).eval()
     with torch.no_grad():
-        parts = [model(torch.tensor([p])).logits[0].float() for p in fixed_prompts(model.config.vocab_size)]
+        parts = [
+            model(torch.tensor([p])).logits[0].float()
+            for p in fixed_prompts(model.config.vocab_size)
+        ]
     return torch.cat(parts)
 
 
 def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
-    """Runs one rank: builds the model, loads the checkpoint's weights, runs the prompts; the last stage writes."""
+    """Runs one rank: builds the model, loads the checkpoint's weights, runs the prompts; the last
+    stage writes.
+    """
     import torch.distributed as dist
     from safetensors.torch import save_file
 

@@ -1,4 +1,6 @@
-"""Runs independent jobs on a few threads with a limit on the bytes in flight: reading and writing overlap."""
+"""Runs independent jobs on a few threads with a limit on the bytes in flight: reading and writing
+overlap.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -9,7 +11,9 @@ from pacs_megatron.observability.progress import Progress
 from pacs_megatron.runtime.waiting import report_wait
 
 IN_FLIGHT_BYTES = 384 << 20
-"""A job's peak memory is about three times its size (read, rearranged, split); this limit keeps the total below 2 GiB."""
+"""A job's peak memory is about three times its size (read, rearranged, split); this limit keeps the
+total below 2 GiB.
+"""
 
 WORKERS = 4
 """Threads, independent of the number of cores: most of their time is disk I/O."""
@@ -26,7 +30,8 @@ class Job:
 def run_jobs(label: str, jobs: Iterable[Job], *, workers: int = WORKERS) -> None:
     """Runs all jobs in order. Jobs larger than the limit run one at a time beside the small ones.
 
-    After the first error or an interrupt no job starts; the running jobs finish, then the error is raised.
+    After the first error or an interrupt no job starts; the running jobs finish, then the error is
+    raised.
     """
     todo = deque(jobs)
     running: dict[Future[None], int] = {}
@@ -37,7 +42,11 @@ def run_jobs(label: str, jobs: Iterable[Job], *, workers: int = WORKERS) -> None
     ):
         try:
             while todo or running:
-                while todo and len(running) < 2 * workers and _fits(todo[0].nbytes, list(running.values())):
+                while (
+                    todo
+                    and len(running) < 2 * workers
+                    and _fits(todo[0].nbytes, list(running.values()))
+                ):
                     job = todo.popleft()
                     running[pool.submit(job.run)] = job.nbytes
                 with report_wait(f"for files to be read and written ({label})"):

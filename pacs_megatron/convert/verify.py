@@ -1,4 +1,6 @@
-"""Reads both sides of a conversion from disk and compares them bit for bit through the table's inverse transforms."""
+"""Reads both sides of a conversion from disk and compares them bit for bit through the table's
+inverse transforms.
+"""
 
 from dataclasses import fields
 from functools import partial
@@ -22,7 +24,14 @@ _EMBEDDING = "model.embed_tokens.weight"
 _ROTARY_TABLE = ".rotary_emb.inv_freq"
 
 
-def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | None, logits: LogitsOptions | None) -> str:
+def verify(
+    hf: str,
+    checkpoint: Path,
+    certificate_file: Path,
+    *,
+    step: int | None,
+    logits: LogitsOptions | None,
+) -> str:
     """Compares a folder with a checkpoint and writes the certificate; returns the summary.
 
     Raises ConversionError or CheckpointError at the first failed check and writes no certificate.
@@ -32,21 +41,30 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
         check_layout(weight_table(read_spec(folder.config)), logits)
     weights = MegatronWeights(find_checkpoint(checkpoint, step))
     certificate = Certificate(
-        direction="verify", source=str(folder.path), target=str(weights.path), spec=weights.table.spec
+        direction="verify",
+        source=str(folder.path),
+        target=str(weights.path),
+        spec=weights.table.spec,
     )
     certificate.left_out = check_names(folder, weights.table)
     spec = read_spec(folder.config)
     for name in sorted({field.name for field in fields(spec)} - {"dtype", "max_positions"}):
-        one, other = getattr(spec, name), getattr(weights.table.spec, name)
+        one = getattr(spec, name)
+        other = getattr(weights.table.spec, name)
         if one != other:
-            raise ConversionError(f"{folder.path}: config.json has {name}={one}, {weights.path} has {other}")
-    certificate.checks["names and shapes"] = f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows"
+            raise ConversionError(
+                f"{folder.path}: config.json has {name}={one}, {weights.path} has {other}"
+            )
+    certificate.checks["names and shapes"] = (
+        f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows"
+    )
     certificate.checks[FILES] = files_check(weights, verified=True)
     summary = f"{folder.path} and {weights.path}: {compare(folder, weights, certificate)}"
     if logits is not None:
         certificate.logits = compare_logits(folder.path, weights.path, logits)
         summary += (
-            f"; logits at tp={logits.tp} pp={logits.pp} ep={logits.ep} in {logits.dtype} differ from transformers by at "
+            f"; logits at tp={logits.tp} pp={logits.pp} ep={logits.ep} in {logits.dtype} differ "
+            "from transformers by at "
             f"most {certificate.logits['max_abs_difference']:.2e}"
         )
     certificate.write(certificate_file)
@@ -54,7 +72,8 @@ def verify(hf: str, checkpoint: Path, certificate_file: Path, *, step: int | Non
 
 
 def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
-    """Checks that every row has its tensors, with the right shape, and every tensor a row; returns redundant tensors.
+    """Checks that every row has its tensors, with the right shape, and every tensor a row; returns
+    redundant tensors.
 
     Raises ConversionError naming the first tensor that does not fit.
     """
@@ -67,13 +86,15 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
         elif name == _OUTPUT and table.spec.tied:
             if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
                 raise ConversionError(
-                    f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} differs from {_EMBEDDING}; "
+                    f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
+                    f"differs from {_EMBEDDING}; "
                     "set tie_word_embeddings to false if the output layer has its own weights"
                 )
             left_out.append(name)
         else:
             raise ConversionError(
-                f"{folder.path} contains {name}, which no row of the table of family {table.spec.family} maps; "
+                f"{folder.path} contains {name}, which no row of the table of family "
+                f"{table.spec.family} maps; "
                 "the checkpoint and its config.json are of different architectures"
             )
     present = set(folder.names)
@@ -81,12 +102,14 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
             if name not in present:
                 raise ConversionError(
-                    f"{folder.path} lacks {name}, which makes {entry.megatron_name}; get a complete copy"
+                    f"{folder.path} lacks {name}, which makes {entry.megatron_name}; get a "
+                    "complete copy"
                 )
             found = folder.info(name).shape
             if found != shape:
                 raise ConversionError(
-                    f"{folder.path}: {name} is {list(found)}, expected {list(shape)} from config.json; the two are of "
+                    f"{folder.path}: {name} is {list(found)}, expected {list(shape)} from "
+                    "config.json; the two are of "
                     "different models, get another copy"
                 )
     return left_out
@@ -95,12 +118,15 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
 def files_check(weights: MegatronWeights, *, verified: bool) -> str:
     """The certificate's entry on the comparison of the checkpoint's files with its manifest."""
     return (
-        f"{len(weights.manifest.files)} match the digests of the manifest" if verified else "not verified (--no-verify)"
+        f"{len(weights.manifest.files)} match the digests of the manifest"
+        if verified
+        else "not verified (--no-verify)"
     )
 
 
 def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> str:
-    """Compares every tensor of both sides and adds digests and result, with any casts, to the certificate.
+    """Compares every tensor of both sides and adds digests and result, with any casts, to the
+    certificate.
 
     Raises ConversionError naming the first tensor that differs and by how much.
     """
@@ -110,7 +136,9 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
         full = weights.get_entry(entry)
         certificate.add("megatron", entry.megatron_name, full)
         if entry.place in ("embedding", "output") and full[entry.sizes["vocab"] :].count_nonzero():
-            raise ConversionError(f"{entry.megatron_name}: the rows of the vocabulary's padding are not zero")
+            raise ConversionError(
+                f"{entry.megatron_name}: the rows of the vocabulary's padding are not zero"
+            )
         for name, back in zip(entry.hf_names, entry.to_hf(full), strict=True):
             original = folder.get(name)
             certificate.add("hf", name, original)
@@ -119,7 +147,8 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
             if not _same(original, back):
                 difference = (original.double() - back.double()).abs().max().item()
                 raise ConversionError(
-                    f"{name} of {folder.path} differs from {entry.megatron_name} of {weights.path} by up to "
+                    f"{name} of {folder.path} differs from {entry.megatron_name} of "
+                    f"{weights.path} by up to "
                     f"{difference:.3g}; one of them was changed; convert again"
                 )
             folder.release(name)
@@ -131,7 +160,9 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
     ]
     run_jobs("verify", jobs)
     cast = f", cast ({', '.join(sorted(casts))})" if casts else ""
-    certificate.checks["tensors, read back"] = result = f"{len(weights.table.by_hf)} equal bit for bit{cast}"
+    certificate.checks["tensors, read back"] = result = (
+        f"{len(weights.table.by_hf)} equal bit for bit{cast}"
+    )
     return result
 
 

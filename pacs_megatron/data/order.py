@@ -12,14 +12,22 @@ from pacs_megatron.errors import CheckpointError, ConfigError, shown
 class PromptOrder:
     """An endless order over prompts 0 .. num_prompts - 1: each epoch contains every prompt once.
 
-    The permutation of an epoch depends on (seed, epoch) only. One `take` never returns a prompt twice: if it reaches
-    the next epoch, it skips prompts that it has. Skipped and returned prompts come first in the next take.
+    The permutation of an epoch depends on (seed, epoch) only. One `take` never returns a prompt
+    twice: if it reaches the next epoch, it skips prompts that it has. Skipped and returned prompts
+    come first in the next take.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, digest: str = "") -> None:
         """`digest`: digest of the prompts' content, with which a resumed run detects other prompts."""
-        self._fixed = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "digest": digest}
-        self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
+        self._fixed = {
+            "num_prompts": num_prompts,
+            "seed": seed,
+            "shuffle": shuffle,
+            "digest": digest,
+        }
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
         self._epoch = 0
         self._position = 0
         self._skipped: list[int] = []
@@ -31,13 +39,18 @@ class PromptOrder:
         return self._epoch
 
     def take(self, n: int) -> list[int]:
-        """The next `n` prompts, all different. Raises ConfigError if the data set has fewer than `n`."""
+        """The next `n` prompts, all different.
+
+        Raises ConfigError if the data set has fewer than `n`.
+        """
         if n > self._num_prompts:
             raise ConfigError(
-                f"a step needs {n} different prompts but the data set has {self._num_prompts}; lower "
+                f"a step needs {n} different prompts but the data set has {self._num_prompts}; "
+                "lower "
                 "batch.prompts_per_step (or admission.oversample) or use more data"
             )
-        skipped, self._skipped = self._skipped, []
+        skipped = self._skipped
+        self._skipped = []
         taken: dict[int, None] = {}  # in their order
 
         def offer(prompt: int) -> None:
@@ -50,7 +63,8 @@ class PromptOrder:
             offer(prompt)
         while len(taken) < n:
             if self._position == self._num_prompts:
-                self._epoch, self._position = self._epoch + 1, 0
+                self._epoch = self._epoch + 1
+                self._position = 0
                 self._order = self._permutation(self._epoch)
             offer(self._order[self._position])
             self._position += 1
@@ -68,19 +82,26 @@ class PromptOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in plain JSON values, without the permutation itself."""
-        return {**self._fixed, "epoch": self._epoch, "position": self._position, "skipped": list(self._skipped)}
+        return {
+            **self._fixed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "skipped": list(self._skipped),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at `state`. Raises CheckpointError if it belongs to other data or another seed."""
         for name, value in self._fixed.items():
             if state[name] != value:
                 raise CheckpointError(
-                    f"data position: the checkpoint has {name}={shown(state[name])}, this run {name}={shown(value)}; use the "
+                    f"data position: the checkpoint has {name}={shown(state[name])}, this run "
+                    f"{name}={shown(value)}; use the "
                     "same data set, chat template, tokenizer and run.seed, or start a new run"
                 )
         epoch, position, skipped = (state[name] for name in ("epoch", "position", "skipped"))
         if not (0 <= epoch < 2**63 and 0 <= position <= self._num_prompts):
             raise ValueError(f"epoch={epoch} position={position}")
-        self._epoch, self._position = operator.index(epoch), operator.index(position)
+        self._epoch = operator.index(epoch)
+        self._position = operator.index(position)
         self._skipped = [range(self._num_prompts)[number] for number in skipped]
         self._order = self._permutation(self._epoch)

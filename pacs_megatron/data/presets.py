@@ -19,7 +19,9 @@ from pacs_megatron.errors import DataError
 _GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 _GSM8K_CALCULATION = re.compile(r"<<[^<>]*>>")
 _MAX_TEST_BYTES = 1 << 30
-_STDIN = "Write a Python program that reads standard input and writes its answer to standard output."
+_STDIN = (
+    "Write a Python program that reads standard input and writes its answer to standard output."
+)
 _STARTER = "Write a Python program from this starter code:\n```python\n{}\n```"
 
 _MAX_PROBLEM_CHARS = 4 << 20
@@ -37,7 +39,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of each column, in order of preference; functions that read answer and solution from their text, or None."""
+    """Names of each column, in order of preference; functions that read answer and solution from
+    their text, or None.
+    """
 
     problem: tuple[str, ...]
     answer: tuple[str, ...]
@@ -66,24 +70,36 @@ def _aime_answer(text: str) -> str:
 
 
 def _gpqa(row: Row) -> dict[str, str]:
-    """Question with the four choices in an order that depends on the question only; the answer is a letter (Idavidrein/gpqa)."""
+    """Question with the four choices in an order that depends on the question only; the answer is a
+    letter (Idavidrein/gpqa).
+    """
     question = _text(row, "Question")
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [_text(row, name) for name in names]
-    order = sorted(range(4), key=lambda k: hashlib.sha256(f"{k} {question}".encode("utf-8", "replace")).digest())
+    order = sorted(
+        range(4),
+        key=lambda k: hashlib.sha256(f"{k} {question}".encode("utf-8", "replace")).digest(),
+    )
     lines = [f"{letter}. {choices[k]}" for letter, k in zip("ABCD", order, strict=True)]
-    text = "\n".join([question, "", *lines, "", "The final answer is the letter of the right choice."])
+    text = "\n".join(
+        [question, "", *lines, "", "The final answer is the letter of the right choice."]
+    )
     return {"problem": text, "answer": "ABCD"[order.index(0)]}
 
 
 def _apps(row: Row) -> dict[str, str]:
     """Question and tests, as `reward.name: code` reads them (codeparrot/apps)."""
     starter = row.values.get("starter_code") or ""
-    return {"problem": _task(_text(row, "question"), str(starter)), "answer": _text(row, "input_output")}
+    return {
+        "problem": _task(_text(row, "question"), str(starter)),
+        "answer": _text(row, "input_output"),
+    }
 
 
 def _livecodebench(row: Row) -> dict[str, str]:
-    """Question and all tests, public and private, in the form of LiveCodeBench's own runner (code_generation_lite)."""
+    """Question and all tests, public and private, in the form of LiveCodeBench's own runner
+    (code_generation_lite).
+    """
     try:
         public = json.loads(_text(row, "public_test_cases"))
         tests = public + _private_tests(_text(row, "private_test_cases"))
@@ -96,11 +112,17 @@ def _livecodebench(row: Row) -> dict[str, str]:
         text = f"the test cases are not in LiveCodeBench's schema ({type(error).__name__}: {error})"
         raise DataError(f"{row.where}: {text}; correct or remove the row") from error
     starter = row.values.get("starter_code") or ""
-    return {"problem": _task(_text(row, "question_content"), str(starter)), "answer": json.dumps(answer)}
+    return {
+        "problem": _task(_text(row, "question_content"), str(starter)),
+        "answer": json.dumps(answer),
+    }
 
 
 class _TextOnly(pickle._Unpickler):
-    """A pickle without any class: it can give text and containers only. The C one allocates gigabytes for a memo index."""
+    """A pickle without any class: it can give text and containers only.
+
+    The C one allocates gigabytes for a memo index.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"refers to {module}.{name}")
@@ -110,7 +132,9 @@ def _private_tests(text: str) -> Any:
     """JSON, or the base64 of the compressed pickle of JSON."""
     if text.lstrip().startswith("["):
         return json.loads(text)
-    unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_TEST_BYTES)
+    unpacked = zlib.decompressobj().decompress(
+        base64.b64decode(text, validate=True), _MAX_TEST_BYTES
+    )
     return json.loads(_TextOnly(io.BytesIO(unpacked)).load())
 
 
@@ -131,7 +155,9 @@ _ANSWER = ("answer", "Answer")
 _SOLUTION = ("solution", "Solution")
 PRESETS: dict[str, Columns] = {
     "deepscaler": Columns(_PROBLEM, _ANSWER, _SOLUTION),
-    "gsm8k": Columns(("question",), ("answer",), ("answer",), extract=_gsm8k_answer, demonstrate=_gsm8k_solution),
+    "gsm8k": Columns(
+        ("question",), ("answer",), ("answer",), extract=_gsm8k_answer, demonstrate=_gsm8k_solution
+    ),
     "math500": Columns(_PROBLEM, _ANSWER, _SOLUTION),
     "aime": Columns(_PROBLEM, _ANSWER, _SOLUTION, extract=_aime_answer),
     "amc23": Columns(_PROBLEM, _ANSWER),
@@ -148,11 +174,16 @@ def columns_of(options: DatasetOptions) -> Columns:
         return PRESETS[options.preset]
     named = options.columns
     assert named is not None
-    return Columns((named.problem,), (named.answer,), () if named.solution is None else (named.solution,))
+    return Columns(
+        (named.problem,), (named.answer,), () if named.solution is None else (named.solution,)
+    )
 
 
 def problem_of(row: Row, columns: Columns) -> Problem:
-    """The row's fields. Raises DataError with row and column if a field is missing, empty or of the wrong type."""
+    """The row's fields.
+
+    Raises DataError with row and column if a field is missing, empty or of the wrong type.
+    """
     if columns.read is not None:
         row = replace(row, values=columns.read(row))
     problem = _column(row, columns.problem)
@@ -170,8 +201,12 @@ def _column(row: Row, names: tuple[str, ...]) -> str:
     for name in names:
         if name in row.values:
             return name
-    wanted, found = " or ".join(map(repr, names)), ", ".join(map(repr, row.values)) or "none"
-    raise DataError(f"{row.where}: no column {wanted}, it has {found}; choose another preset or name the columns")
+    wanted = " or ".join(map(repr, names))
+    found = ", ".join(map(repr, row.values)) or "none"
+    raise DataError(
+        f"{row.where}: no column {wanted}, it has {found}; choose another preset or name the "
+        "columns"
+    )
 
 
 def _answer_text(row: Row, name: str) -> str:

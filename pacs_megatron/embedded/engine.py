@@ -1,9 +1,11 @@
-"""The embedded rollout engine: sampling inside the ranks with Hugging Face `transformers`, for a laptop and for tests.
+"""The embedded rollout engine: sampling inside the ranks with Hugging Face `transformers`, for a
+laptop and for tests.
 
-Results are the same for any number of ranks, bit for bit. Requests are cut, in the given order, into chunks of
-`batch_sequences`. Chunk i belongs to rank i % num_ranks and has the same shapes on every rank; each sample has its own
-seed. All ranks need the same number of torch threads and the same order of requests: both change how a matrix product is
-split, and with it the last bit of a log-prob.
+Results are the same for any number of ranks, bit for bit. Requests are cut, in the given order,
+into chunks of `batch_sequences`. Chunk i belongs to rank i % num_ranks and has the same shapes on
+every rank; each sample has its own seed. All ranks need the same number of torch threads and the
+same order of requests: both change how a matrix product is split, and with it the last bit of a
+log-prob.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, model_path: str) -> Vocabulary:
-        """From a `transformers` tokenizer: its end tokens and those of the folder's generation_config.json.
+        """From a `transformers` tokenizer: its end tokens and those of the folder's
+        generation_config.json.
 
         Raises DataError if there is no end token.
         """
@@ -77,14 +80,17 @@ class _Rows:
         self.sampler.keep(alive)
         self.stops.keep(alive)
         self.cache.batch_select_indices(alive)
-        self.number, self.mask, self.positions = self.number[alive], self.mask[alive], self.positions[alive]
+        self.number = self.number[alive]
+        self.mask = self.mask[alive]
+        self.positions = self.positions[alive]
 
 
 class EmbeddedEngine(WeightInbox):
     """Sampler and WeightReceiver in the calling process. Not thread-safe.
 
-    Builds the module from config.json only. Receives weights through begin_update / put / end_update, as the policy
-    exports them; sampling requires a complete update. Shares no memory with the policy.
+    Builds the module from config.json only. Receives weights through begin_update / put /
+    end_update, as the policy exports them; sampling requires a complete update. Shares no memory
+    with the policy.
     """
 
     def __init__(
@@ -97,10 +103,14 @@ class EmbeddedEngine(WeightInbox):
         num_ranks: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`rank` of `num_ranks` samples every num_ranks-th chunk. Raises RolloutError for an unusable config.json."""
+        """`rank` of `num_ranks` samples every num_ranks-th chunk.
+
+        Raises RolloutError for an unusable config.json.
+        """
         self._options = options
         self._vocabulary = vocabulary
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._device = torch.device(device)
         self._model = _build(model_path, _DTYPES[options.dtype], self._device)
         super().__init__(self._model)
@@ -110,12 +120,15 @@ class EmbeddedEngine(WeightInbox):
     def stream(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
     ) -> Iterator[Sample]:
-        """This rank's samples, chunk after chunk; exactly one for each request of its chunks. All have the same parameters.
+        """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
 
-        Calls `should_stop` at every token; if it is true, raises Interrupted and drops the unfinished chunk. Only whole
-        chunks are yielded, so the remaining ones have the same requests, and the same bits, after a resume.
-        Raises RolloutError before the first sample: no complete weights, a repeated id, a prompt that is empty, too
-        long for the model or outside its vocabulary. Raises RolloutError for non-finite logits.
+        All have the same parameters.
+
+        Calls `should_stop` at every token; if it is true, raises Interrupted and drops the
+        unfinished chunk. Only whole chunks are yielded, so the remaining ones have the same
+        requests, and the same bits, after a resume. Raises RolloutError before the first sample: no
+        complete weights, a repeated id, a prompt that is empty, too long for the model or outside
+        its vocabulary. Raises RolloutError for non-finite logits.
         """
         self._check(requests)
         size = self._options.batch_sequences
@@ -126,24 +139,30 @@ class EmbeddedEngine(WeightInbox):
     def _check(self, requests: Sequence[SampleRequest]) -> None:
         if self.version is None:
             raise RolloutError(
-                "the embedded engine has no complete set of weights to sample from; finish an update "
+                "the embedded engine has no complete set of weights to sample from; finish an "
+                "update "
                 "(begin_update, put, end_update) first"
             )
         vocab = int(self._model.config.vocab_size)
         seen: set[str] = set()
         for request in requests:
             if request.id in seen:
-                raise RolloutError(f"sample id {request.id} was requested twice in one call; ids must be unique")
+                raise RolloutError(
+                    f"sample id {request.id} was requested twice in one call; ids must be unique"
+                )
             seen.add(request.id)
             check_request(request, vocab)
             if len(request.token_ids) + request.params.max_response_tokens > self._max_context:
                 raise RolloutError(
                     f"sample {request.id}: {len(request.token_ids)} prompt tokens + max_tokens="
-                    f"{request.params.max_response_tokens} exceed the model's context of {self._max_context}; lower "
+                    f"{request.params.max_response_tokens} exceed the model's context of "
+                    f"{self._max_context}; lower "
                     "max_response_tokens or max_prompt_tokens"
                 )
 
-    def _generate(self, chunk: Sequence[SampleRequest], should_stop: Callable[[], bool] | None) -> list[Sample]:
+    def _generate(
+        self, chunk: Sequence[SampleRequest], should_stop: Callable[[], bool] | None
+    ) -> list[Sample]:
         """All samples of one chunk, in its order."""
         # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
         with torch.inference_mode():
@@ -152,7 +171,9 @@ class EmbeddedEngine(WeightInbox):
             tokens, logprobs, lengths, stops = self._decode(rows, logits, max_tokens, should_stop)
         if not np.isfinite(logprobs).all():
             bad = chunk[int(np.argmax(~np.isfinite(logprobs).all(axis=1)))]
-            raise RolloutError(f"sample {bad.id}: non-finite logits from weights version {self.version}")
+            raise RolloutError(
+                f"sample {bad.id}: non-finite logits from weights version {self.version}"
+            )
         assert self.version is not None and self.digest is not None
         samples = []
         for row, (request, length) in enumerate(zip(chunk, lengths.tolist(), strict=True)):
@@ -161,7 +182,9 @@ class EmbeddedEngine(WeightInbox):
                 Sample(
                     id=request.id,
                     prompt_id=request.prompt_id,
-                    token_ids=np.concatenate([request.token_ids, tokens[row, :length]]).astype(np.int32),
+                    token_ids=np.concatenate([request.token_ids, tokens[row, :length]]).astype(
+                        np.int32
+                    ),
                     prompt_len=len(request.token_ids),
                     sampler_logprobs=logprobs[row, :length].copy(),
                     spans=(span,) if length else (),
@@ -171,11 +194,14 @@ class EmbeddedEngine(WeightInbox):
         return samples
 
     def _prefill(self, chunk: Sequence[SampleRequest]) -> tuple[_Rows, torch.Tensor]:
-        """One forward pass over the distinct prompts; repeats their keys, values and last logits for their samples."""
+        """One forward pass over the distinct prompts; repeats their keys, values and last logits
+        for their samples.
+        """
         [params] = {request.params for request in chunk}
         first: dict[bytes, int] = {}
         row_of = [
-            first.setdefault(np.asarray(request.token_ids, dtype=np.int32).tobytes(), len(first)) for request in chunk
+            first.setdefault(np.asarray(request.token_ids, dtype=np.int32).tobytes(), len(first))
+            for request in chunk
         ]
         prompts = [np.frombuffer(prompt, dtype=np.int32) for prompt in first]
         longest = max(len(prompt) for prompt in prompts)
@@ -187,7 +213,9 @@ class EmbeddedEngine(WeightInbox):
         column = np.arange(longest)
         real = column[None, :] >= pads[:, None]
         # A padding token attends to itself: a row of the mask without any column would give NaN.
-        visible = (real[:, None, :] & (column[:, None] >= column[None, :])[None]) | np.eye(longest, dtype=bool)[None]
+        visible = (real[:, None, :] & (column[:, None] >= column[None, :])[None]) | np.eye(
+            longest, dtype=bool
+        )[None]
         cache = DynamicCache()
         logits = self._forward(
             torch.from_numpy(ids).to(device),
@@ -209,18 +237,25 @@ class EmbeddedEngine(WeightInbox):
         return state, logits[rows]
 
     def _decode(
-        self, rows: _Rows, logits: torch.Tensor, max_tokens: int, should_stop: Callable[[], bool] | None
+        self,
+        rows: _Rows,
+        logits: torch.Tensor,
+        max_tokens: int,
+        should_stop: Callable[[], bool] | None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Stop]]:
         """Samples tokens until every row has ended. Raises Interrupted.
 
-        Tokens and log-probs [rows, max_tokens], with zeros beyond each row's length, lengths and stops, on the host.
+        Tokens and log-probs [rows, max_tokens], with zeros beyond each row's length, lengths and
+        stops, on the host.
         """
         num_rows = len(rows.number)
         tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=self._device)
         all_logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=self._device)
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         finished = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
-        ended = finished.clone()  # of the rows that are left: decoded until the next compaction, but not recorded
+        ended = (
+            finished.clone()
+        )  # of the rows that are left: decoded until the next compaction, but not recorded
         for index in range(max_tokens):
             if should_stop is not None and should_stop():
                 raise Interrupted
@@ -234,13 +269,17 @@ class EmbeddedEngine(WeightInbox):
             num_alive = len(ended) - int(ended.sum())
             if num_alive == 0 or index + 1 == max_tokens:
                 break
-            # Compacting copies the cache, so it runs only when at least half of the rows have ended.
+            # Compacting copies the cache, so it runs only when at least half of the rows have
+            # ended.
             if 2 * num_alive <= len(ended):
                 alive = (~ended).nonzero()[:, 0]
                 rows.keep(alive)
-                ids, ended = ids[alive], ended[alive]
+                ids = ids[alive]
+                ended = ended[alive]
             columns = rows.cache.get_seq_length() + 1
-            logits = self._forward(ids[:, None], rows.mask[..., :columns], rows.positions, rows.cache)
+            logits = self._forward(
+                ids[:, None], rows.mask[..., :columns], rows.positions, rows.cache
+            )
             rows.positions += 1
         inside = (torch.arange(max_tokens, device=self._device)[:, None] < lengths).T
         return (
@@ -273,11 +312,14 @@ class EmbeddedEngine(WeightInbox):
 class _StopStrings:
     """Finds stop strings in the growing text of each row, by decoding its last few tokens."""
 
-    def __init__(self, stops: tuple[str, ...], num_rows: int, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, stops: tuple[str, ...], num_rows: int, decode: Callable[[Sequence[int]], str]
+    ) -> None:
         self._stops = stops
         self._decode = decode
         self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
-        # A token is at least one byte of text, but some tokenizers strip the first one's space, or hide special tokens.
+        # A token is at least one byte of text, but some tokenizers strip the first one's space, or
+        # hide special tokens.
         self._window = max((len(stop.encode()) for stop in stops), default=0) + 8
 
     def update(self, ids: torch.Tensor) -> torch.Tensor:
@@ -296,9 +338,13 @@ class _StopStrings:
 
 
 def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of config.json with NaN weights, so that a missing weight cannot be mistaken for a value."""
+    """The module of config.json with NaN weights, so that a missing weight cannot be mistaken for a
+    value.
+    """
     if not (model_path / "config.json").is_file():
-        raise RolloutError(f"{model_path}: no config.json; model.path must be a Hugging Face folder")
+        raise RolloutError(
+            f"{model_path}: no config.json; model.path must be a Hugging Face folder"
+        )
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -319,9 +365,12 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _max_context(config: Any) -> int:
-    """Maximum sequence length: the context, or the window of sliding-attention layers, which this engine does not mask."""
+    """Maximum sequence length: the context, or the window of sliding-attention layers, which this
+    engine does not mask.
+    """
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+        getattr(config, "layer_types", None) is None
+        and getattr(config, "sliding_window", None) is not None
     )
     limit = int(config.max_position_embeddings)
     return min(limit, int(config.sliding_window)) if sliding else limit
@@ -335,17 +384,20 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of `transformers`' interface: [b, heads, q, d] -> [b, q, heads, d], mask additive [b, 1, q, kv].
+    """Attention of `transformers`' interface: [b, heads, q, d] -> [b, q, heads, d], mask additive
+    [b, 1, q, kv].
 
-    With one query token the heads that share a key head become the rows of one product, so keys and values are not
-    copied once for each of them.
+    With one query token the heads that share a key head become the rows of one product, so keys and
+    values are not copied once for each of them.
     """
     batch, heads, queries, dim = query.shape
     kv_heads = key.shape[1]
     scaling: float = kwargs["scaling"]
     if queries == 1:
         grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+        out = scaled_dot_product_attention(
+            grouped, key, value, attn_mask=attention_mask, scale=scaling
+        )
         return out.reshape(batch, 1, heads, dim), None
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=heads != kv_heads

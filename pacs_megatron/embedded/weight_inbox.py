@@ -9,9 +9,12 @@ from pacs_megatron.errors import SyncError
 
 
 class WeightInbox:
-    """A WeightReceiver for a module. `version` and `digest`, the exporter's, are None while sampling is not allowed.
+    """A WeightReceiver for a module.
 
-    They stay None after a failed or incomplete update, until a complete one: the module contains a mixture.
+    `version` and `digest`, the exporter's, are None while sampling is not allowed.
+
+    They stay None after a failed or incomplete update, until a complete one: the module contains a
+    mixture.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -36,17 +39,21 @@ class WeightInbox:
         if self._hash is None:
             raise SyncError(f"weight {name} arrived outside an update; call begin_update first")
         if name in self._received:
-            raise SyncError(f"weight {name} arrived twice in the update to version {self._pending_version}")
+            raise SyncError(
+                f"weight {name} arrived twice in the update to version {self._pending_version}"
+            )
         source = self._aliases.get(name, name)
         target = self._targets.get(source)
         if target is None:
             raise SyncError(
-                f"weight {name} is not in the rollout model (update to version {self._pending_version}); "
+                f"weight {name} is not in the rollout model (update to version "
+                f"{self._pending_version}); "
                 f"its names look like {next(iter(self._targets))}"
             )
         if target.shape != tensor.shape:
             raise SyncError(
-                f"weight {name} has shape {list(tensor.shape)}, the rollout model expects {list(target.shape)}; "
+                f"weight {name} has shape {list(tensor.shape)}, the rollout model expects "
+                f"{list(target.shape)}; "
                 "policy and rollout must come from the same config.json"
             )
         self._hash.update(name, tensor)
@@ -54,7 +61,8 @@ class WeightInbox:
             # A tied weight may come under both of its names, if it is the same one.
             if not torch.equal(target, tensor.to(target)):
                 raise SyncError(
-                    f"weight {name} is tied to another in the rollout model, but differs from it; check "
+                    f"weight {name} is tied to another in the rollout model, but differs from it; "
+                    "check "
                     "tie_word_embeddings in config.json"
                 )
         else:
@@ -70,22 +78,26 @@ class WeightInbox:
         missing = sorted(self._targets.keys() - self._filled)
         if missing:
             raise SyncError(
-                f"update to version {self._pending_version} ended without {len(missing)} of {len(self._targets)} weights, "
+                f"update to version {self._pending_version} ended without {len(missing)} of "
+                f"{len(self._targets)} weights, "
                 f"the first is {missing[0]}"
             )
         own = self._hash.hexdigest()
         if own != digest:
             raise SyncError(
-                f"update to version {self._pending_version}: the received weights have digest {own}, expected {digest}"
+                f"update to version {self._pending_version}: the received weights have digest "
+                f"{own}, expected {digest}"
             )
-        self.version, self.digest = self._pending_version, digest
+        self.version = self._pending_version
+        self.digest = digest
         self._hash = None
 
 
 def _targets(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Checkpoint name -> tensor to fill; second name of a tied tensor -> its first name.
 
-    Mixture-of-experts modules have all experts of a layer in one tensor, a checkpoint has one tensor for each.
+    Mixture-of-experts modules have all experts of a layer in one tensor, a checkpoint has one
+    tensor for each.
     """
     targets: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """torchrun with useful exit codes: `python -m pacs_megatron.launch.agent <torchrun arguments>`.
 
-torchrun always exits 1 with a traceback if a rank or its rendezvous fails, and SIGUSR1 kills it. This wrapper forwards
-SIGUSR1 to the ranks, prints one line for a killed rank, and exits with the code of the first rank that failed. With
-`--standalone` its rendezvous listens on loopback only.
+torchrun always exits 1 with a traceback if a rank or its rendezvous fails, and SIGUSR1 kills it.
+This wrapper forwards SIGUSR1 to the ranks, prints one line for a killed rank, and exits with the
+code of the first rank that failed. With `--standalone` its rendezvous listens on loopback only.
 """
 
 import contextlib
@@ -23,7 +23,10 @@ from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal. Raises ConnectError."""
+    """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal.
+
+    Raises ConnectError.
+    """
     die_with_parent(signal.SIGTERM)
     os.environ[AGENT_PID] = str(os.getpid())
     signal.signal(signal.SIGUSR1, _pass_on)
@@ -52,18 +55,24 @@ def _run(arguments: Sequence[str]) -> int:
         code: int = failure.exitcode
         if code < 0:
             name = signal.Signals(-code).name
-            sys.stderr.write(f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n")
+            sys.stderr.write(
+                f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n"
+            )
             return 128 - code
         return code
     except (RendezvousError, DistError) as error:
-        raise ConnectError("torchrun cannot reach, or lost, its rendezvous", error.__cause__ or error) from error
+        raise ConnectError(
+            "torchrun cannot reach, or lost, its rendezvous", error.__cause__ or error
+        ) from error
     return 0
 
 
 def _listen_on_loopback() -> None:
-    """Makes the stores of a run on one host listen on 127.0.0.1; torchrun's stores listen on all interfaces.
+    """Makes the stores of a run on one host listen on 127.0.0.1; torchrun's stores listen on all
+    interfaces.
 
-    A store executes the commands of every process that connects. Call this before torchrun's modules import the class.
+    A store executes the commands of every process that connects. Call this before torchrun's
+    modules import the class.
     """
     from torch import distributed
 

@@ -24,7 +24,9 @@ def certificate_folder(loaded: LoadedConfig) -> Path:
 
 
 def digest_of(config: RunConfig) -> str:
-    """SHA-256 of the keys that a certificate covers: all but names, timeouts, data, servers and outputs."""
+    """SHA-256 of the keys that a certificate covers: all but names, timeouts, data, servers and
+    outputs.
+    """
     tree = config.model_dump(mode="json")
     covered: dict[str, Any] = {name: tree[name] for name in _COVERED}
     covered["parallel"] = {
@@ -63,7 +65,8 @@ def certificate_line(loaded: LoadedConfig) -> str | None:
     recorded = str(content.get("digest"))
     if recorded != digest:
         raise ConfigError(
-            f"{file} is of another configuration (digest {recorded:.12}, this one: {digest:.12}); {fix}"
+            f"{file} is of another configuration (digest {recorded:.12}, this one: {digest:.12}); "
+            f"{fix}"
         )
     if content["result"] != "green":
         raise ConfigError(f"{file} is {content['result']}: {content['first_deviation']}; {fix}")

@@ -26,13 +26,16 @@ def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """
     config = load_config(config_path, overrides).config
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise ConfigError("HF_HUB_OFFLINE is set, but `fetch` uses the network; unset it for this command")
+        raise ConfigError(
+            "HF_HUB_OFFLINE is set, but `fetch` uses the network; unset it for this command"
+        )
     yield _fetch_model(config.model.path)
     for dataset in (config.data.train, *config.evaluation.benchmarks):
         yield _fetch_data(dataset)
 
 
-# --------------------------------------------------------------------------------------------------------------- model
+# ---------------------------------------------------------------------------------------------------------------
+# model
 @report_wait("for the hub to send the model")
 def _fetch_model(path: str) -> str:
     if Path(path).is_dir():
@@ -49,11 +52,15 @@ def _fetch_model(path: str) -> str:
         folder = snapshot(path)
         reference = folder.parents[1] / "refs" / constants.DEFAULT_REVISION
         if not reference.is_file() or reference.read_text(encoding="utf-8") != folder.name:
-            write_atomically(reference, [folder.name.encode()])  # a job needs it; the client ignores a failed write
+            write_atomically(
+                reference, [folder.name.encode()]
+            )  # a job needs it; the client ignores a failed write
     except (OSError, httpx.HTTPError, HFValidationError) as error:
         raise _named(path, error) from None
     if not any(file.filename.endswith(".safetensors") for file in wanted):
-        raise ConfigError(f"model.path={path} has no .safetensors files; choose a repository that has")
+        raise ConfigError(
+            f"model.path={path} has no .safetensors files; choose a repository that has"
+        )
     return f"model {path}: {folder}, {len(wanted)} files, {num_bytes / GIB:.2f} GiB"
 
 
@@ -64,7 +71,8 @@ def _check_free_space(path: str, missing: int) -> None:
     free = shutil.disk_usage(existing_parent(cache)).free
     if missing > free:
         raise ConfigError(
-            f"model.path={path} needs {missing / GIB:.1f} GiB more, but {cache} has {free / GIB:.1f} GiB free; free some "
+            f"model.path={path} needs {missing / GIB:.1f} GiB more, but {cache} has "
+            f"{free / GIB:.1f} GiB free; free some "
             "space, or set HF_HOME to another folder"
         )
 
@@ -76,7 +84,8 @@ def _named(path: str, error: Exception) -> PacsError:
     is_wrapped = isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError)
     if is_wrapped and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the original error, before the fallback to the cache
-    hub, reason = constants.ENDPOINT, " ".join(str(error).split())[:200]
+    hub = constants.ENDPOINT
+    reason = " ".join(str(error).split())[:200]
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         text = f"cannot write {constants.HF_HUB_CACHE} ({error.strerror}); free some space, or set HF_HOME to another folder"
@@ -90,13 +99,16 @@ def _named(path: str, error: Exception) -> PacsError:
         text = f"{hub} returned HTTP {status} ({reason}); run it again later"
     else:
         text = (
-            f"{hub} is unreachable, or the download was interrupted ({type(error).__name__}: {reason}); run it again with "
-            "network access: complete files are kept. Set HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror"
+            f"{hub} is unreachable, or the download was interrupted ({type(error).__name__}: "
+            f"{reason}); run it again with "
+            "network access: complete files are kept. Set HTTPS_PROXY for a proxy, HF_ENDPOINT "
+            "for a mirror"
         )
     return ConfigError(f"model.path={path}: {text}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------
+# data
 @report_wait("for the hub to send the data")
 def _fetch_data(dataset: DatasetOptions) -> str:
     import httpx
@@ -108,6 +120,7 @@ def _fetch_data(dataset: DatasetOptions) -> str:
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"data {dataset.path}: the download was interrupted ({type(error).__name__}: {reason}); run it again"
+            f"data {dataset.path}: the download was interrupted ({type(error).__name__}: "
+            f"{reason}); run it again"
         ) from None
     return f"data {dataset.path} ({dataset.split}): {count} rows"

@@ -1,7 +1,8 @@
 """Commands for batch scripts: `python -m pacs_megatron.launch.job describe | begin | urls | end`.
 
-A run is a chain of attempts (Slurm jobs, or requeues of one job). `begin` opens an attempt's folder. `end` closes it and
-requeues the job, except after success, an invalid configuration, or several attempts without progress.
+A run is a chain of attempts (Slurm jobs, or requeues of one job). `begin` opens an attempt's
+folder. `end` closes it and requeues the job, except after success, an invalid configuration, or
+several attempts without progress.
 """
 
 import json
@@ -21,7 +22,12 @@ from pacs_megatron.launch.serve import servers_here, wait_for_urls
 from pacs_megatron.launch.train import check_model_and_layout
 from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.files import has_fields, json_line, read_rows, write_atomically
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, FAILED_RANK_FILE, read_exit_code, run_folder
+from pacs_megatron.runtime.run_folder import (
+    EXIT_CODE_FILE,
+    FAILED_RANK_FILE,
+    read_exit_code,
+    run_folder,
+)
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -29,9 +35,11 @@ JOBS_FILE = "jobs.jsonl"
 """One row per job that `submit` put into the queue."""
 LATEST = "latest"
 KILLED_WITHIN_S = 120.0
-"""Seconds that a requeued job's script waits for Slurm to end it. The script must not exit earlier."""
+"""Seconds that a requeued job's script waits for Slurm to end it. The script must not exit earlier.
+"""
 CANCEL_FILE = "CANCEL"
-"""File that `cancel --save` writes beside STOP, so that the run saves, stops and is not requeued."""
+"""File that `cancel --save` writes beside STOP, so that the run saves, stops and is not requeued.
+"""
 Row = dict[str, float | int | str]
 """One attempt, or one submitted job."""
 _BEGUN = {"attempt": int, "job_id": str | int, "begin": int | float, "begin_step": int}
@@ -44,11 +52,15 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
     config = loaded.config
     world_size = ranks_to_start(config)
     check_model_and_layout(loaded, world_size)
-    resources, rollout = config.resources, config.rollout
+    resources = config.resources
+    rollout = config.rollout
     if resources.rollout_nodes:
         servers_here(config)
-    servers, sglang = rollout.managed_servers, rollout.sglang
-    memory = None if servers is None or servers.colocated else servers.mem_fraction  # of servers without a trainer
+    servers = rollout.managed_servers
+    sglang = rollout.sglang
+    memory = (
+        None if servers is None or servers.colocated else servers.mem_fraction
+    )  # of servers without a trainer
     return {
         "RUN_DIR": str(run_folder(loaded)),
         "TRAIN_NODES": str(resources.nodes),
@@ -66,7 +78,10 @@ def describe(config_path: Path, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def begin(run_dir: Path, job_id: str) -> Path:
-    """Opens the next attempt and returns its log folder. Raises ConfigError if another job trains this run."""
+    """Opens the next attempt and returns its log folder.
+
+    Raises ConfigError if another job trains this run.
+    """
     rows = read_attempts(run_dir)
     other = str(rows[-1]["job_id"]) if rows and "end" not in rows[-1] else job_id
     if other != job_id:
@@ -83,7 +98,12 @@ def begin(run_dir: Path, job_id: str) -> Path:
     beside = logs / f".{LATEST}.{os.getpid()}"
     beside.symlink_to(folder.name)
     beside.replace(logs / LATEST)
-    row: Row = {"attempt": len(rows) + 1, "job_id": job_id, "begin": time.time(), **_progress(run_dir, "begin")}
+    row: Row = {
+        "attempt": len(rows) + 1,
+        "job_id": job_id,
+        "begin": time.time(),
+        **_progress(run_dir, "begin"),
+    }
     _append(run_dir, row, ATTEMPTS_FILE)
     return folder
 
@@ -91,8 +111,8 @@ def begin(run_dir: Path, job_id: str) -> Path:
 def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
     """Closes the attempt; returns (exit code, whether to requeue, reason).
 
-    Rank 0's code in `<run>/exit_code`, or another rank's in `<run>/failed_rank`, has precedence over `code`, because
-    srun reports the largest code of all ranks, also of ranks that it ended.
+    Rank 0's code in `<run>/exit_code`, or another rank's in `<run>/failed_rank`, has precedence
+    over `code`, because srun reports the largest code of all ranks, also of ranks that it ended.
     """
     rows = read_attempts(run_dir)
     if not rows:
@@ -104,12 +124,15 @@ def end(run_dir: Path, code: int, max_attempts: int) -> tuple[int, bool, str]:
     write_atomically(run_dir / "logs" / ATTEMPTS_FILE, map(json_line, rows))
     again, reason = _verdict(rows, code, max_attempts)
     if again and (run_dir / CANCEL_FILE).exists():
-        again, reason = False, "cancelled by `pacs-megatron cancel --save`"
+        again = False
+        reason = "cancelled by `pacs-megatron cancel --save`"
     return code, again, reason
 
 
 def _progress(run_dir: Path, when: str) -> Row:
-    """Step of the newest checkpoint, -1 without one, and the number of updates of the next step in it."""
+    """Step of the newest checkpoint, -1 without one, and the number of updates of the next step in
+    it.
+    """
     position = newest_position(run_dir) or Position(-1)
     return {f"{when}_step": position.step, f"{when}_updates": position.updates}
 
@@ -124,7 +147,8 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
         return False, "done"
     if code == ExitCode.MISCONFIGURED:
         return False, "invalid configuration or data; see the log"
-    idle, after = 0, _position(rows[-1], "end")
+    idle = 0
+    after = _position(rows[-1], "end")
     for row in reversed(rows):
         # An attempt on a lost node has no `end_step`, so this uses the begin of the next attempt.
         if after > _position(row, "begin"):
@@ -132,7 +156,11 @@ def _verdict(rows: Sequence[Row], code: int, max_attempts: int) -> tuple[bool, s
         after = _position(row, "begin")
         idle += 1
     if idle >= max_attempts:
-        return False, f"{idle} attempts in a row without a new checkpoint (resources.max_attempts={max_attempts})"
+        return (
+            False,
+            f"{idle} attempts in a row without a new checkpoint "
+            f"(resources.max_attempts={max_attempts})",
+        )
     if code == ExitCode.PREEMPTED:
         return True, "stopped by a signal, and saved"
     position = max(_position(rows[-1], "end"), Position(0))
@@ -158,7 +186,9 @@ def job_states(job_ids: Sequence[str]) -> dict[str, str]:
     done = run_program(["squeue", "-h", "-j", ",".join(job_ids), "-o", "%i %T %M %R"])
     states: dict[str, str] = {}
     for name, *words in (line.split() for line in done.stdout.splitlines() if line.strip()):
-        states.setdefault(name.split("+")[0], " ".join(words))  # 12+0: first component of a heterogeneous job
+        states.setdefault(
+            name.split("+")[0], " ".join(words)
+        )  # 12+0: first component of a heterogeneous job
     return {job: states[job] for job in job_ids if job in states}
 
 
@@ -193,15 +223,22 @@ def _append(run_dir: Path, row: Row, name: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command of a batch script; returns the exit code. `describe`, `begin` and `urls` print for the shell."""
+    """Runs one command of a batch script; returns the exit code.
+
+    `describe`, `begin` and `urls` print for the shell.
+    """
     return run_command(lambda: _run_verb(*arguments))
 
 
 def _run_verb(verb: str, *words: str) -> int:
-    code, again, first = int(ExitCode.OK), False, Path(words[0])
+    code = int(ExitCode.OK)
+    again = False
+    first = Path(words[0])
     try:
         if verb == "describe":
-            text = "\n".join(f"{key}={shlex.quote(value)}" for key, value in describe(first, words[1:]).items())
+            text = "\n".join(
+                f"{key}={shlex.quote(value)}" for key, value in describe(first, words[1:]).items()
+            )
         elif verb == "begin":
             text = str(begin(first, os.environ.get("SLURM_JOB_ID", "none")))
         elif verb == "urls":

@@ -29,7 +29,10 @@ _SAFE_FOLDER = re.compile(r"[\w/.+=@-]+", re.ASCII)
 
 
 def load(home: Path) -> Any:
-    """Imports NeMo-Run with `home` as its folder and without its console output. Raises ConfigError."""
+    """Imports NeMo-Run with `home` as its folder and without its console output.
+
+    Raises ConfigError.
+    """
     os.environ.setdefault("NEMORUN_SKIP_CONFIRM_DRYRUN", "1")
     try:
         with report_wait("for NeMo-Run to load"):
@@ -38,7 +41,8 @@ def load(home: Path) -> Any:
             from nemo_run.core.frontend.console.api import CONSOLE
     except ImportError as error:
         raise ConfigError(
-            f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: sbatch "
+            f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, "
+            "or: sbatch "
             "slurm/train.sbatch CONFIG"
         ) from None
     CONSOLE.quiet = True
@@ -50,13 +54,17 @@ def check_folder(folder: Path, key: str) -> None:
     """Raises ConfigError for a folder that NeMo-Run's unquoted commands and scripts cannot contain."""
     if not _SAFE_FOLDER.fullmatch(str(folder)) or RESERVED in str(folder):
         raise ConfigError(
-            f"{key}: NeMo-Run writes to {str(folder)!r} without quotes; use a folder of letters, digits and / . _ - + = @, "
+            f"{key}: NeMo-Run writes to {str(folder)!r} without quotes; use a folder of letters, "
+            "digits and / . _ - + = @, "
             f"without {RESERVED}, or submit by slurm/train.sbatch"
         )
 
 
 def dry_run(experiment: Any, job: Job, home: Path, shown_home: Path) -> Iterator[str]:
-    """Yields the batch scripts that a submission would write. They are written below `home`, a temporary folder."""
+    """Yields the batch scripts that a submission would write.
+
+    They are written below `home`, a temporary folder.
+    """
     experiment.dryrun(log=False, delete_exp_dir=False)
     yield f"# {job.name}: resolved configuration\n{job.loaded.to_yaml()}"
     for task in experiment.jobs:
@@ -69,7 +77,10 @@ def dry_run(experiment: Any, job: Job, home: Path, shown_home: Path) -> Iterator
 
 
 def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
-    """Slurm id of each task. If sbatch rejects one, cancels the others of the experiment and raises ConfigError."""
+    """Slurm id of each task.
+
+    If sbatch rejects one, cancels the others of the experiment and raises ConfigError.
+    """
     from invoke.exceptions import UnexpectedExit
     from torchx.specs.api import MalformedAppHandleException
 
@@ -78,14 +89,24 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
     except MalformedAppHandleException:
         raise ConfigError("sbatch printed no id of a job; check sbatch and `squeue --me`") from None
     except UnexpectedExit as error:
-        started = [task for task in experiment.jobs if getattr(task, "handles", None) or vars(task).get("handle")]
+        started = [
+            task
+            for task in experiment.jobs
+            if getattr(task, "handles", None) or vars(task).get("handle")
+        ]
         if started:
             run_program(["scancel", *map(_job_id, started)])
         shutil.rmtree(experiment._exp_dir, ignore_errors=True)
-        reason = "; ".join(line.removeprefix("sbatch: error: ") for line in error.result.stderr.strip().splitlines())
-        stay = f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
+        reason = "; ".join(
+            line.removeprefix("sbatch: error: ")
+            for line in error.result.stderr.strip().splitlines()
+        )
+        stay = (
+            f"; submitted before it: {', '.join(before)}" if before else ", nothing was submitted"
+        )
         raise ConfigError(
-            f"sbatch rejected the job: {reason or f'exit code {error.result.exited}'}; correct the cluster's file (--cluster) or "
+            f"sbatch rejected the job: {reason or f'exit code {error.result.exited}'}; correct "
+            "the cluster's file (--cluster) or "
             f"`resources`{stay}"
         ) from None
     return {str(task.id): _job_id(task) for task in experiment.jobs}
@@ -94,18 +115,25 @@ def launch(experiment: Any, before: Sequence[str]) -> dict[str, str]:
 def _job_id(task: Any) -> str:
     found = str(task.handle).rsplit("/", 1)[-1]
     if not re.fullmatch(r"[0-9]+(;[\w.-]+)?", found):
-        raise ConfigError(f"sbatch printed {shown(found)}, expected the id of a job; check sbatch and `squeue --me`")
+        raise ConfigError(
+            f"sbatch printed {shown(found)}, expected the id of a job; check sbatch and `squeue "
+            "--me`"
+        )
     return found
 
 
 def add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> dict[str, str]:
     """Adds the tasks of a run, each dependent on the previous one; returns label -> task."""
-    python = f"cd {shlex.quote(os.getcwd())} && exec {python_command(request.cluster)} -m pacs_megatron"
+    python = (
+        f"cd {shlex.quote(os.getcwd())} && exec {python_command(request.cluster)} -m pacs_megatron"
+    )
     tasks: dict[str, str] = {}
 
     def add(label: str, script: Any, executor: Any) -> None:
         before = list(tasks.values())[-1:]
-        tasks[label] = str(experiment.add(script, executor=executor, name=label, dependencies=before))
+        tasks[label] = str(
+            experiment.add(script, executor=executor, name=label, dependencies=before)
+        )
 
     def add_verb(label: str, words: Sequence[str], first: str = "") -> None:
         script = _script(run, f"{first}{python} {shlex.join(words)}")
@@ -127,7 +155,9 @@ def add_tasks(run: Any, experiment: Any, job: Job, request: Request) -> dict[str
 
 
 def _trainer(run: Any, job: Job, request: Request) -> tuple[Any, Any]:
-    """(script, executor) of the trainer; with rollout nodes lists of both, for one heterogeneous job."""
+    """(script, executor) of the trainer; with rollout nodes lists of both, for one heterogeneous
+    job.
+    """
     config = job.loaded.config
     per_node = ranks_to_start(config) // config.resources.nodes
     tasks = 1 if request.cluster.launcher == "torchrun" else per_node
@@ -148,20 +178,28 @@ def _script(run: Any, text: str) -> Any:
 def _checked(text: str) -> str:
     if RESERVED in text:
         line = next(line for line in text.splitlines() if RESERVED in line)
-        raise ConfigError(f"NeMo-Run replaces {RESERVED} in scripts, got {line!r}; rename that folder")
+        raise ConfigError(
+            f"NeMo-Run replaces {RESERVED} in scripts, got {line!r}; rename that folder"
+        )
     return text
 
 
 def _executor(run: Any, job: Job, cluster: ClusterConfig, *, nodes: int, tasks: int) -> Any:
     from pacs_megatron.launch.tunnel import BoundedTunnel
 
-    config, container = job.loaded.config, cluster.container
+    config = job.loaded.config
+    container = cluster.container
     gpus = config.resources.gpus_per_node
     pyxis = container if container is not None and container.runtime == "pyxis" else None
-    srun_args = ["--label", *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []), *cluster.srun_args]
+    srun_args = [
+        "--label",
+        *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
+        *cluster.srun_args,
+    ]
     cpus = None
     if cluster.cpus_per_task is not None:
-        # A single task on a node gets the cores of all ranks. srun does not inherit the number from sbatch.
+        # A single task on a node gets the cores of all ranks. srun does not inherit the number from
+        # sbatch.
         cpus = cluster.cpus_per_task * (ranks_to_start(config) // config.resources.nodes) // tasks
         srun_args.insert(1, f"--cpus-per-task={cpus}")
     # NeMo-Run does not quote the words of srun.

@@ -1,11 +1,15 @@
-"""SGLang servers of one node: `python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
+"""SGLang servers of one node:
 
-srun starts this process on each rollout node. For colocated servers the first rank of each trainer node starts it
-(`attach`). It writes the URLs of this node's servers to `<folder>/<node>.urls` when all are ready, and restarts a server
-that exits. Servers listen on the node's network address: set rollout.api_key_env on a shared network.
+`python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
 
-It stops on SIGINT, or when the batch script writes `<folder>/stop` after the trainer has ended. Slurm sends SIGTERM to
-the trainer too, so after SIGTERM it waits for the trainer's exit code. It ignores SIGUSR1.
+srun starts this process on each rollout node. For colocated servers the first rank of each trainer
+node starts it (`attach`). It writes the URLs of this node's servers to `<folder>/<node>.urls` when
+all are ready, and restarts a server that exits. Servers listen on the node's network address: set
+rollout.api_key_env on a shared network.
+
+It stops on SIGINT, or when the batch script writes `<folder>/stop` after the trainer has ended.
+Slurm sends SIGTERM to the trainer too, so after SIGTERM it waits for the trainer's exit code. It
+ignores SIGUSR1.
 """
 
 from __future__ import annotations
@@ -48,14 +52,23 @@ def servers_here(config: RunConfig) -> int:
 
     Raises ConfigError if the nodes do not divide `rollout.servers.count`.
     """
-    rollout, resources = config.rollout.sglang, config.resources
+    rollout = config.rollout.sglang
+    resources = config.resources
     if rollout is None or rollout.servers is None:
-        raise ConfigError("rollout.servers is not set; rollout nodes require rollout.engine=sglang and rollout.servers")
-    key, nodes = ("nodes", resources.nodes) if rollout.servers.colocated else ("rollout_nodes", resources.rollout_nodes)
+        raise ConfigError(
+            "rollout.servers is not set; rollout nodes require rollout.engine=sglang and "
+            "rollout.servers"
+        )
+    key, nodes = (
+        ("nodes", resources.nodes)
+        if rollout.servers.colocated
+        else ("rollout_nodes", resources.rollout_nodes)
+    )
     nodes = max(1, nodes)
     if rollout.servers.count % nodes:
         raise ConfigError(
-            f"rollout.servers.count={rollout.servers.count} does not divide over resources.{key}={nodes}; use a "
+            f"rollout.servers.count={rollout.servers.count} does not divide over "
+            f"resources.{key}={nodes}; use a "
             f"multiple of {nodes}"
         )
     return rollout.servers.count // nodes
@@ -91,19 +104,28 @@ class Ending:
 
 
 def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
-    """Starts the servers, publishes their URLs, runs until `ending` is due, and stops them. Returns the exit code."""
+    """Starts the servers, publishes their URLs, runs until `ending` is due, and stops them.
+
+    Returns the exit code.
+    """
     from pacs_megatron.sglang.build import server_specs, start_servers
 
-    node, rollout, count = _node(), config.rollout.sglang, servers_here(config)
+    node = _node()
+    rollout = config.rollout.sglang
+    count = servers_here(config)
     assert rollout is not None and rollout.servers is not None
     folder.mkdir(parents=True, exist_ok=True)
-    here = rollout.model_copy(update={"servers": rollout.servers.model_copy(update={"count": count})})
+    here = rollout.model_copy(
+        update={"servers": rollout.servers.model_copy(update={"count": count})}
+    )
     host = os.environ.get("PACS_NODE_ADDR") or node
     specs = server_specs(here, config.model, folder / node, config.policy.routing)
     specs = [replace(spec, host=host) for spec in specs]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:
-        write_atomically(folder / f"{node}.urls", [f"{server.url}\n".encode() for server in servers])
+        write_atomically(
+            folder / f"{node}.urls", [f"{server.url}\n".encode() for server in servers]
+        )
         return _watch(servers, rollout.servers.max_restarts, ending)
     finally:
         for server in servers:
@@ -116,18 +138,25 @@ def _node() -> str:
 
 
 def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
-    """Restarts servers that exit, until `ending` is due. Returns 1 if one cannot be restarted at its URL.
+    """Restarts servers that exit, until `ending` is due.
+
+    Returns 1 if one cannot be restarted at its URL.
 
     A restarted server has the weights of the model folder, so the trainer's probes set it to STALE.
     """
     restarts = [0] * len(servers)
     while not ending.is_due():
         for index, server in enumerate(servers):
-            code, url = server.exit_code(), server.url
+            code = server.exit_code()
+            url = server.url
             if code is None:
                 continue
             _log.warning(
-                "server %s exited with code %s (restarts: %s); see %s", url, code, restarts[index], server.log_path
+                "server %s exited with code %s (restarts: %s); see %s",
+                url,
+                code,
+                restarts[index],
+                server.log_path,
             )
             restarts[index] += 1
             if restarts[index] > max_restarts:
@@ -135,7 +164,11 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
                 return 1
             server.start()
             if server.url != url:
-                _log.error("server %s restarted at %s: the trainer uses the old port, which is in use", url, server.url)
+                _log.error(
+                    "server %s restarted at %s: the trainer uses the old port, which is in use",
+                    url,
+                    server.url,
+                )
                 return 1
         time.sleep(POLL_S)
     return 0
@@ -143,12 +176,16 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
 
 @report_wait("for the SGLang servers of all rollout nodes")
 def wait_for_urls(
-    folder: Path, num_nodes: int, timeout_s: float, exit_code: Callable[[], int | None] = lambda: None
+    folder: Path,
+    num_nodes: int,
+    timeout_s: float,
+    exit_code: Callable[[], int | None] = lambda: None,
 ) -> list[str]:
     """Waits until all nodes have published their servers, and returns the URLs.
 
-    `exit_code` returns the exit code of this node's serve process, None while it runs. Raises the error that a node
-    wrote, or RolloutError after a timeout or if this node's process exits without an error file.
+    `exit_code` returns the exit code of this node's serve process, None while it runs. Raises the
+    error that a node wrote, or RolloutError after a timeout or if this node's process exits without
+    an error file.
     """
     deadline = time.monotonic() + timeout_s
     code = None
@@ -158,10 +195,14 @@ def wait_for_urls(
             kind = ConfigError if left.get("code") == ConfigError.exit_code else RolloutError
             raise kind(f"node {path.stem}: {left.get('message')}")
         if code is not None:
-            raise RolloutError(f"server process exited with code {code} and wrote no error; see the logs in {folder}")
+            raise RolloutError(
+                f"server process exited with code {code} and wrote no error; see the logs in "
+                f"{folder}"
+            )
         if time.monotonic() > deadline:
             raise RolloutError(
-                f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after {timeout_s:.0f} s "
+                f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after "
+                f"{timeout_s:.0f} s "
                 f"(rollout.servers.start_timeout_s); see the logs in {folder}"
             )
         code = exit_code()  # read before the files: the process writes them before it exits
@@ -169,24 +210,31 @@ def wait_for_urls(
     return [url for file in files for url in file.read_text(encoding="utf-8").split()]
 
 
-# ------------------------------------------------------------------------------- colocated servers on several nodes
+# ------------------------------------------------------------------------------- colocated servers
+# on several nodes
 def are_on_every_node(config: RunConfig) -> bool:
     """Whether each of several trainer nodes starts its own servers."""
     own = config.rollout.managed_servers
     return own is not None and own.colocated and config.resources.nodes > 1
 
 
-def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace) -> list[str]:
-    """Starts this node's servers, waits for those of all nodes, and returns the overrides that attach this rank to them.
+def attach(
+    config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace
+) -> list[str]:
+    """Starts this node's servers, waits for those of all nodes, and returns the overrides that
+    attach this rank to them.
 
-    The first rank of each node owns its servers, because the driver cannot stop servers on other nodes. Raises
-    ConfigError outside of a batch script, the error of a node, or RolloutError after a timeout.
+    The first rank of each node owns its servers, because the driver cannot stop servers on other
+    nodes. Raises ConfigError outside of a batch script, the error of a node, or RolloutError after
+    a timeout.
     """
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     if attempt is None:
         raise ConfigError(
-            f"rollout.servers.colocated=true on resources.nodes={config.resources.nodes} requires {ATTEMPT_VARIABLE}, a "
-            "folder per attempt that all nodes share; start the run by `submit` or slurm/train.sbatch, which set it"
+            f"rollout.servers.colocated=true on resources.nodes={config.resources.nodes} requires "
+            f"{ATTEMPT_VARIABLE}, a "
+            "folder per attempt that all nodes share; start the run by `submit` or "
+            "slurm/train.sbatch, which set it"
         )
     folder = Path(attempt) / "servers"
     serving: subprocess.Popen[bytes] | None = None
@@ -194,7 +242,14 @@ def attach(config: RunConfig, config_path: Path, overrides: Sequence[str], place
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"serve-rank{place.rank}.log").open("ab") as log:
             serving = subprocess.Popen(
-                [sys.executable, "-m", "pacs_megatron.launch.serve", str(folder), str(config_path), *overrides],
+                [
+                    sys.executable,
+                    "-m",
+                    "pacs_megatron.launch.serve",
+                    str(folder),
+                    str(config_path),
+                    *overrides,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -222,7 +277,9 @@ def _run(folder: Path, config: Path, overrides: Sequence[str]) -> int:
         return serve(folder, loaded.config, ending)
     except Exception as error:
         code = int(error.exit_code) if isinstance(error, PacsError) else int(ExitCode.FAILED)
-        write_atomically(folder / f"{_node()}.error", [json_line({"code": code, "message": str(error)})])
+        write_atomically(
+            folder / f"{_node()}.error", [json_line({"code": code, "message": str(error)})]
+        )
         raise
 
 

@@ -1,8 +1,9 @@
 """`submit`: submits a run or a sweep to Slurm as a NeMo-Run experiment, one job or a chain per run.
 
-The job works as slurm/train.sbatch. It opens an attempt. srun starts each rank, or a torchrun on each node. The signal
-before the time limit reaches the ranks. The end of the script decides on a requeue. NeMo-Run writes and submits the
-batch script. Its retries are off, because it also retries an invalid configuration.
+The job works as slurm/train.sbatch. It opens an attempt. srun starts each rank, or a torchrun on
+each node. The signal before the time limit reaches the ranks. The end of the script decides on a
+requeue. NeMo-Run writes and submits the batch script. Its retries are off, because it also retries
+an invalid configuration.
 """
 
 import fcntl
@@ -42,18 +43,24 @@ def run_submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: An
 
 
 def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
-    """Submits the runs; yields lines to print: job ids, or for a dry run batch scripts and resolved configurations.
+    """Submits the runs; yields lines to print: job ids, or for a dry run batch scripts and resolved
+    configurations.
 
-    A dry run writes nothing but a temporary folder, which it removes. Raises ConfigError before anything is submitted.
+    A dry run writes nothing but a temporary folder, which it removes. Raises ConfigError before
+    anything is submitted.
     """
     jobs = expand(request)
     home = _home(jobs)
     if not dry_run:
         if shutil.which("sbatch") is None:
-            raise ConfigError("`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run")
+            raise ConfigError(
+                "`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run"
+            )
         for job in jobs:
             check_run_folder(run_folder(job.loaded))
-            if request.cluster.container is None:  # not with a container, which may have other folders
+            if (
+                request.cluster.container is None
+            ):  # not with a container, which may have other folders
                 check_files_are_here(job.loaded)
         with _alone(jobs):
             _refuse_what_is_queued(jobs)
@@ -73,9 +80,13 @@ def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
 def _home(jobs: Sequence[Job]) -> Path:
     """NeMo-Run's folder: NEMORUN_HOME, or in run.dir."""
     variable = os.environ.get("NEMORUN_HOME")
-    home = (Path(variable) if variable else Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS).resolve()
+    home = (
+        Path(variable) if variable else Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS
+    ).resolve()
     for job in jobs:
-        nemo.check_folder(home / job.name, "NEMORUN_HOME and run.name" if variable else "run.dir and run.name")
+        nemo.check_folder(
+            home / job.name, "NEMORUN_HOME and run.name" if variable else "run.dir and run.name"
+        )
     return home
 
 
@@ -99,7 +110,10 @@ def _alone(jobs: Sequence[Job]) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            with suppress(OSError), report_wait(f"for another `submit` of runs in {folder}"):  # a disk without locks
+            with (
+                suppress(OSError),
+                report_wait(f"for another `submit` of runs in {folder}"),
+            ):  # a disk without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
@@ -123,7 +137,8 @@ def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
             raise ConfigError(f"{run_dir} has job {job_id} in the queue ({state}); {fix}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
+# ----------------------------------------------------------------------------------------------------------------
+# runs
 def expand(request: Request) -> list[Job]:
     """All runs of a request, loaded and checked. Raises ConfigError before anything is submitted."""
     axes = [_axis(text) for text in request.sweep]
@@ -131,10 +146,13 @@ def expand(request: Request) -> list[Job]:
     num_runs = math.prod([request.seeds, *map(len, axes)])
     if num_runs > MAX_RUNS:
         limit = f"one request submits at most {MAX_RUNS}"
-        raise ConfigError(f"--sweep and --seeds give {num_runs} runs, but {limit}; use fewer values")
+        raise ConfigError(
+            f"--sweep and --seeds give {num_runs} runs, but {limit}; use fewer values"
+        )
     if request.convert and num_runs > 1:
         raise ConfigError(
-            "--convert is for one run, not for --sweep or --seeds; convert the model once by `pacs-megatron convert "
+            "--convert is for one run, not for --sweep or --seeds; convert the model once by "
+            "`pacs-megatron convert "
             "to-megatron`, and set model.path to the result"
         )
     base = load_config(request.config, request.overrides).config
@@ -149,7 +167,10 @@ def expand(request: Request) -> list[Job]:
         if request.evaluate and not loaded.config.evaluation.benchmarks:
             raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
         if name in jobs:
-            raise ConfigError(f"two runs of this request have the name {name}; sweep over values with different names")
+            raise ConfigError(
+                f"two runs of this request have the name {name}; sweep over values with different "
+                "names"
+            )
         jobs[name] = Job(overrides, loaded)
     return list(jobs.values())
 
@@ -158,14 +179,23 @@ def _check_axes(request: Request) -> None:
     keys = [text.partition("=")[0] for text in request.sweep] + ["run.seed"] * (request.seeds > 1)
     for key in keys:
         if key == "run.name":
-            raise ConfigError("--sweep run.name: runs are named by their values; sweep over another key")
+            raise ConfigError(
+                "--sweep run.name: runs are named by their values; sweep over another key"
+            )
         if keys.count(key) > 1:
-            options = "--sweep and --seeds both set" if key == "run.seed" and request.seeds > 1 else "two --sweep set"
+            options = (
+                "--sweep and --seeds both set"
+                if key == "run.seed" and request.seeds > 1
+                else "two --sweep set"
+            )
             raise ConfigError(f"{options} {key}; give all its values in one --sweep {key}=a,b,c")
 
 
 def _axis(text: str) -> list[str]:
-    """`key=value` for each value. A comma inside brackets or quotes belongs to its value: `[a,b],[c]` are two."""
+    """`key=value` for each value.
+
+    A comma inside brackets or quotes belongs to its value: `[a,b],[c]` are two.
+    """
     key, equals, values = text.partition("=")
     nodes: list[yaml.Node] = []
     with suppress(yaml.YAMLError, RecursionError, ValueError):

@@ -1,6 +1,8 @@
-"""`train`: checks the configuration and starts the ranks, or becomes a rank if torchrun or srun started this process.
+"""`train`: checks the configuration and starts the ranks, or becomes a rank if torchrun or srun
+started this process.
 
-Runs training as a new command instead of importing it, so a rank's environment is complete before Python loads torch.
+Runs training as a new command instead of importing it, so a rank's environment is complete before
+Python loads torch.
 """
 
 import math
@@ -21,7 +23,12 @@ from pacs_megatron.checkpoint.names import describe_newest
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
-from pacs_megatron.config.reward_options import CodeReward, CustomReward, SingleReward, WeightedReward
+from pacs_megatron.config.reward_options import (
+    CodeReward,
+    CustomReward,
+    SingleReward,
+    WeightedReward,
+)
 from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.launch.certified import certificate_line
@@ -56,15 +63,20 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         try:
             become_rank(loaded, place, config_path, overrides)
         except PacsError as error:
-            if ATTEMPT_VARIABLE in os.environ:  # srun would report the signal of the ranks that it ends instead
+            if (
+                ATTEMPT_VARIABLE in os.environ
+            ):  # srun would report the signal of the ranks that it ends instead
                 file = EXIT_CODE_FILE if place.rank == 0 else FAILED_RANK_FILE
                 write_exit_code(run_folder(loaded), error.exit_code, file)
             raise
-    resources, world_size, run_dir = loaded.config.resources, ranks_to_start(loaded.config), run_folder(loaded)
+    resources = loaded.config.resources
+    world_size = ranks_to_start(loaded.config)
+    run_dir = run_folder(loaded)
     if resources.nodes > 1:
         check_model_and_layout(loaded, world_size)
         raise ConfigError(
-            f"resources.nodes={resources.nodes}: `train` starts ranks on one host only; use `submit`, or sbatch "
+            f"resources.nodes={resources.nodes}: `train` starts ranks on one host only; use "
+            "`submit`, or sbatch "
             f"slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
         )
     _check(loaded, world_size)
@@ -72,21 +84,30 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     changed_since(loaded, run_dir)  # raises for another run's folder
     is_file(run_dir / EXIT_CODE_FILE, ConfigError)
     command = [TRAINING_MODULE, str(config_path), *overrides]
-    return start_ranks(command, world_size, run_dir / EXIT_CODE_FILE, lead_s=resources.signal_lead_s)
+    return start_ranks(
+        command, world_size, run_dir / EXIT_CODE_FILE, lead_s=resources.signal_lead_s
+    )
 
 
-def become_rank(loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]) -> NoReturn:
-    """Checks the configuration (ConfigError, DataError), then turns this process of torchrun or srun into a rank."""
+def become_rank(
+    loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]
+) -> NoReturn:
+    """Checks the configuration (ConfigError, DataError), then turns this process of torchrun or
+    srun into a rank.
+    """
     _check(loaded, place.world_size, place.rank)
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if are_on_every_node(loaded.config):
         command += attach(loaded.config, config_path, overrides, place)
     environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
-    os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606  this process is the rank
+    os.execve(sys.executable, [sys.executable, "-m", *command], environ)
 
 
 def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> None:
-    """Checks the run; rank 0 reports its certificate. Raises ConfigError, ConversionError or DataError."""
+    """Checks the run; rank 0 reports its certificate.
+
+    Raises ConfigError, ConversionError or DataError.
+    """
     check_model_and_layout(loaded, world_size)
     check_files_are_here(loaded)
     for part in _rewards(loaded) if rank == 0 else ():  # rewards run on rank 0's host
@@ -99,11 +120,17 @@ def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> None:
 
 def _rewards(loaded: LoadedConfig) -> Sequence[SingleReward | None]:
     reward = loaded.config.reward
-    return [part.reward for part in reward.components] if isinstance(reward, WeightedReward) else [reward]
+    return (
+        [part.reward for part in reward.components]
+        if isinstance(reward, WeightedReward)
+        else [reward]
+    )
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
-    """Raises ConfigError, ConversionError or DataError if the layout does not fit the world size or the model's files."""
+    """Raises ConfigError, ConversionError or DataError if the layout does not fit the world size or
+    the model's files.
+    """
     from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
     from pacs_megatron.models import load_spec
     from pacs_megatron.models.hub import config_folder
@@ -112,19 +139,23 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     problems = layout_problems(config, world_size)
     folder = config_folder(local_path(config.model.path))
     if folder.is_dir():
-        spec, file = load_spec(folder), folder / GENERATION_CONFIG
+        spec = load_spec(folder)
+        file = folder / GENERATION_CONFIG
         problems += shape_problems(config, spec, folder.name)
         last = max(read_eos_ids(file), default=0) if is_file(file) else 0
         if last >= spec.vocab_size:
             problems.append(
-                f"{file}: eos_token_id is {last}, but config.json has vocab_size={spec.vocab_size}; correct it"
+                f"{file}: eos_token_id is {last}, but config.json has "
+                f"vocab_size={spec.vocab_size}; correct it"
             )
     if problems:
         raise loaded.fail(problems[0])
 
 
 def check_files_are_here(loaded: LoadedConfig) -> None:
-    """Raises ConfigError or DataError if a file or package that the run names is missing on this host."""
+    """Raises ConfigError or DataError if a file or package that the run names is missing on this
+    host.
+    """
     from pacs_megatron.data.sources import find_source
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
@@ -134,7 +165,8 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     for key, path in (("model.path", loaded.config.model.path), ("objective.critic.path", critic)):
         if path is not None and not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
             raise ConfigError(
-                f"{key}={path}: no such folder; correct the path, or create it first ({loaded.where(key)})"
+                f"{key}={path}: no such folder; correct the path, or create it first "
+                f"({loaded.where(key)})"
             )
     for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
         find_source(dataset)
@@ -145,14 +177,18 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
         check_wandb(loaded.config.logging.wandb)
 
 
-def start_ranks(command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf) -> int:
-    """Runs `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit code.
+def start_ranks(
+    command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf
+) -> int:
+    """Runs `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit
+    code.
 
-    The first SIGTERM or SIGINT goes to the ranks only, because torchrun kills them after 30 s; they save and stop within
-    `lead_s`. Processes that SIGSTOP has stopped continue. The second signal also goes to torchrun. The third signal, or
-    the end of `lead_s`, kills all.
+    The first SIGTERM or SIGINT goes to the ranks only, because torchrun kills them after 30 s; they
+    save and stop within `lead_s`. Processes that SIGSTOP has stopped continue. The second signal
+    also goes to torchrun. The third signal, or the end of `lead_s`, kills all.
     """
-    before, lock = _stamp(exit_code_file), exit_code_file.with_name(LOCK_FILE)
+    before = _stamp(exit_code_file)
+    lock = exit_code_file.with_name(LOCK_FILE)
     lock_before = _stamp(lock)
     agent = [
         *(sys.executable, "-m", "pacs_megatron.launch.agent"),
@@ -187,10 +223,16 @@ class _Torchrun:
         self._agent: psutil.Popen | None = None
         self._ranks: list[psutil.Process] = []
         self._num_ranks = num_ranks
-        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _FORWARDED}
+        self._old_handlers = {
+            number: signal.signal(number, self._on_signal) for number in _FORWARDED
+        }
         environ = rank_environment(num_ranks, single_host=True)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a child that the kernel reaps has no exit code
-        self._agent = psutil.Popen(command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL)
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # a child that the kernel reaps has no exit code
+        self._agent = psutil.Popen(
+            command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL
+        )
 
     def __enter__(self) -> Self:
         if self.signals:  # received while it started
@@ -204,28 +246,41 @@ class _Torchrun:
             signal.signal(number, handler)
 
     def wait(self, lead_s: float) -> int:
-        """The exit code of torchrun. Kills all processes `lead_s` after a stop request or after the end of torchrun."""
+        """The exit code of torchrun.
+
+        Kills all processes `lead_s` after a stop request or after the end of torchrun.
+        """
         assert self._agent is not None
         code: int | None = None
         while code is None or (code < 0 and any(map(_is_alive, self._ranks))):
             with suppress(psutil.TimeoutExpired):
                 code = self._agent.wait(_POLL_S)
             if code is not None and code < 0 and not self.signals:
-                sys.stderr.write(f"torchrun (pid {self._agent.pid}) was killed by {signal.Signals(-code).name}\n")
+                sys.stderr.write(
+                    f"torchrun (pid {self._agent.pid}) was killed by {signal.Signals(-code).name}\n"
+                )
                 self._on_signal(signal.SIGTERM, None)
             if self.signals and time.monotonic() - self._since > lead_s:
-                sys.stderr.write(f"the ranks did not end within resources.signal_lead_s={lead_s:g}; killing them\n")
+                sys.stderr.write(
+                    f"the ranks did not end within resources.signal_lead_s={lead_s:g}; killing "
+                    "them\n"
+                )
                 return -signal.SIGKILL
             if len(self._ranks) < self._num_ranks:
                 self._tree()
             if self.signals:
-                _send(self._ranks, signal.SIGTERM)  # a starting rank may have missed the first signal
+                _send(
+                    self._ranks, signal.SIGTERM
+                )  # a starting rank may have missed the first signal
             if code is not None:
                 time.sleep(_POLL_S)
         return code
 
     def _tree(self) -> list[psutil.Process]:
-        """The processes of the run. Records the ranks, which cannot be found after the end of torchrun."""
+        """The processes of the run.
+
+        Records the ranks, which cannot be found after the end of torchrun.
+        """
         if self._agent is None:
             return []
         with suppress(psutil.NoSuchProcess):
@@ -244,8 +299,11 @@ class _Torchrun:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        tree, attempt = self._tree(), len(self.signals)
-        _send(self._ranks if attempt == 1 and self._ranks else tree[:1] + self._ranks, signal.SIGTERM)
+        tree = self._tree()
+        attempt = len(self.signals)
+        _send(
+            self._ranks if attempt == 1 and self._ranks else tree[:1] + self._ranks, signal.SIGTERM
+        )
         _send(tree, signal.SIGKILL if attempt > 2 else signal.SIGCONT)
 
 

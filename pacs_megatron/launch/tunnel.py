@@ -1,4 +1,7 @@
-"""Runs NeMo-Run's commands for Slurm. Import this module at the place of use, because it imports NeMo-Run."""
+"""Runs NeMo-Run's commands for Slurm.
+
+Import this module at the place of use, because it imports NeMo-Run.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -13,7 +16,10 @@ _OUTPUT_BYTES = 4096
 
 @dataclass(kw_only=True)
 class BoundedTunnel(LocalTunnel):
-    """Reports a long wait. Returns the start of the output only, because NeMo-Run parses all of it as the job id."""
+    """Reports a long wait.
+
+    Returns the start of the output only, because NeMo-Run parses all of it as the job id.
+    """
 
     def run(self, command: str, **options: Any) -> Any:
         """As `LocalTunnel.run`."""

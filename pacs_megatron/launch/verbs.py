@@ -1,4 +1,7 @@
-"""The table of verbs: the function that runs each one. Its module is imported when the verb runs, so `--help` is fast."""
+"""The table of verbs: the function that runs each one.
+
+Its module is imported when the verb runs, so `--help` is fast.
+"""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -7,7 +10,10 @@ from typing import Any, TypeAlias
 from pacs_megatron.runtime.waiting import report_wait
 
 VerbFunction: TypeAlias = Callable[..., "str | Iterable[str] | int | tuple[str, int]"]
-"""Receives the parsed arguments by name. Returns the text or lines to print, the exit code, or both."""
+"""Receives the parsed arguments by name.
+
+Returns the text or lines to print, the exit code, or both.
+"""
 
 VERBS: Mapping[str, str] = {
     "train": "launch.train:run_train",

@@ -1,4 +1,7 @@
-"""Model families: a checkpoint's config as a ModelSpec, and one two-way table of weight names. Does not import torch."""
+"""Model families: a checkpoint's config as a ModelSpec, and one two-way table of weight names.
+
+Does not import torch.
+"""
 
 from pacs_megatron.models.config_reader import ModelSpec, MoeSpec
 from pacs_megatron.models.families import load_config, load_spec, read_spec, weight_table

@@ -1,4 +1,6 @@
-"""The architecture of a checkpoint, and the reader of its config.json, which rejects unsupported settings."""
+"""The architecture of a checkpoint, and the reader of its config.json, which rejects unsupported
+settings.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +21,10 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no bias but on qkv."""
+    """A decoder-only transformer:
+
+    RMSNorm, rotary positions, grouped-query attention, SwiGLU; no bias but on qkv.
+    """
 
     family: str
     num_layers: int
@@ -38,7 +43,9 @@ class ModelSpec:
     qk_norm: bool  # RMSNorm over head_dim on queries and keys, before the rotation
     qkv_bias: bool
     moe: MoeSpec | None
-    head: Literal["tokens", "value"] = "tokens"  # Of the last layer: logits of the vocabulary, or a critic's value
+    head: Literal["tokens", "value"] = (
+        "tokens"  # Of the last layer: logits of the vocabulary, or a critic's value
+    )
     dtype: str  # As the config declares it: `float32`, `bfloat16` or `float16`
 
     def critic(self) -> "ModelSpec":
@@ -63,12 +70,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 MAX_SIZE = 2**31
 """Maximum size of a dimension; the product of two such sizes fits into 64 bits."""
-MAX_LAYERS, MAX_EXPERTS = 2**12, 2**14
+MAX_LAYERS = 2**12
+MAX_EXPERTS = 2**14
 """Maximum number of layers or experts; the weight table and the plan have a row for each."""
 
 
 class ConfigReader:
-    """Typed access to one model's config; every error names the key, its value and the expected value."""
+    """Typed access to one model's config; every error names the key, its value and the expected
+    value.
+    """
 
     def __init__(self, config: Mapping[str, Any], family: str) -> None:
         self.config = config
@@ -92,40 +102,66 @@ class ConfigReader:
         return bool(value)
 
     def refuse(self, key: str, *, unless: tuple[Any, ...], reason: str) -> None:
-        """Raises ConversionError if the key has a value outside `unless`; a missing or null key passes."""
+        """Raises ConversionError if the key has a value outside `unless`; a missing or null key
+        passes.
+        """
         value = self.config.get(key)
         if value is not None and value not in unless:
-            where, allowed = f"config.json: {key}={shown(value)}", " or ".join(repr(v) for v in unless)
-            raise ConversionError(f"{where} is not supported for {self.family} ({reason}); supported: {allowed}")
+            where = f"config.json: {key}={shown(value)}"
+            allowed = " or ".join(repr(v) for v in unless)
+            raise ConversionError(
+                f"{where} is not supported for {self.family} ({reason}); supported: {allowed}"
+            )
 
     def refuse_sliding_window(self, window_in_use: bool) -> None:
-        """The policy has full attention only. `layer_types`, where present, takes precedence over `window_in_use`."""
+        """The policy has full attention only.
+
+        `layer_types`, where present, takes precedence over `window_in_use`.
+        """
         layer_types = self.config.get("layer_types")
         if layer_types is not None:
             num_layers = self.integer("num_hidden_layers", MAX_LAYERS)
             if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-                raise wrong_value("layer_types", layer_types, f"one entry for each of {num_layers} layers")
+                raise wrong_value(
+                    "layer_types", layer_types, f"one entry for each of {num_layers} layers"
+                )
             window_in_use = any(kind != "full_attention" for kind in layer_types)
         if window_in_use:
             raise ConversionError(
-                f"config.json: sliding-window attention (sliding_window={self.config.get('sliding_window')!r}) "
+                "config.json: sliding-window attention "
+                f"(sliding_window={self.config.get('sliding_window')!r}) "
                 f"is not supported for {self.family}; use a checkpoint with full attention"
             )
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
-        # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional `rope_scaling`.
-        found = [value for key in ("rope_parameters", "rope_scaling") if (value := self.config.get(key)) is not None]
+        # transformers 5 writes `rope_parameters`; 4 writes `rope_theta` and an optional
+        # `rope_scaling`.
+        found = [
+            value
+            for key in ("rope_parameters", "rope_scaling")
+            if (value := self.config.get(key)) is not None
+        ]
         parameters: Any = found[0] if found else {}
         if found[1:] and found[1] != parameters:  # transformers reads the second
             expected = f"what rope_parameters has ({shown(parameters)}); remove one of them"
             raise wrong_value("rope_scaling", found[1], expected)
         if not isinstance(parameters, Mapping):
-            raise ConversionError(f"config.json: rope parameters are {shown(parameters)}, expected an object")
-        given = [source["rope_theta"] for source in (parameters, self.config) if source.get("rope_theta") is not None]
+            raise ConversionError(
+                f"config.json: rope parameters are {shown(parameters)}, expected an object"
+            )
+        given = [
+            source["rope_theta"]
+            for source in (parameters, self.config)
+            if source.get("rope_theta") is not None
+        ]
         thetas = [_number("rope_theta", value) for value in given] or [_DEFAULT_THETA]
         if thetas[0] != thetas[-1]:  # transformers reads the first, other programs the second
-            raise wrong_value("rope_theta", thetas[-1], f"{shown(thetas[0])} as in rope_parameters; remove one of them")
+            raise wrong_value(
+                "rope_theta",
+                thetas[-1],
+                f"{shown(thetas[0])} as in rope_parameters; remove one of them",
+            )
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind is None or kind == "default":
             return thetas[0], None
@@ -138,11 +174,15 @@ class ConfigReader:
         for key, value in scaling.items():
             _number(key, value) if key in _RANGES else _integer(key, value, MAX_SIZE)
         if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-            raise wrong_value("high_freq_factor", scaling["high_freq_factor"], "more than low_freq_factor")
+            raise wrong_value(
+                "high_freq_factor", scaling["high_freq_factor"], "more than low_freq_factor"
+            )
         return thetas[0], {"rope_type": kind} | scaling
 
     def dtype(self) -> str:
-        """transformers 5 writes `dtype`, 4 `torch_dtype`; with neither key transformers loads float32."""
+        """transformers 5 writes `dtype`, 4 `torch_dtype`; with neither key transformers loads
+        float32.
+        """
         value = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
@@ -151,7 +191,9 @@ class ConfigReader:
 
     def _required(self, key: str) -> Any:
         if self.config.get(key) is None:
-            raise ConversionError(f"config.json: {key} is missing; a {self.family} checkpoint has it")
+            raise ConversionError(
+                f"config.json: {key} is missing; a {self.family} checkpoint has it"
+            )
         return self.config[key]
 
 
@@ -161,7 +203,9 @@ def wrong_value(key: str, value: Any, expected: str) -> ConversionError:
 
 
 def _unsupported(key: str, value: Any, supported: tuple[str, ...]) -> ConversionError:
-    return ConversionError(f"config.json: {key}={shown(value)} is not supported; supported: {', '.join(supported)}")
+    return ConversionError(
+        f"config.json: {key}={shown(value)} is not supported; supported: {', '.join(supported)}"
+    )
 
 
 def _integer(key: str, value: Any, limit: int) -> int:

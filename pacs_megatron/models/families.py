@@ -1,4 +1,5 @@
-"""The model families: the keys of config.json that each one reads or rejects, and the rows of one layer.
+"""The model families: the keys of config.json that each one reads or rejects, and the rows of one
+layer.
 
 config.json -> ModelSpec -> weight table.
 """
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader, ModelSpec, MoeSpec, wrong_value
+from pacs_megatron.models.config_reader import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    ConfigReader,
+    ModelSpec,
+    MoeSpec,
+    wrong_value,
+)
 from pacs_megatron.models.table import CRITIC_CLASS, Qkv, Row, Rows, WeightTable, build_table
 from pacs_megatron.runtime.json_reader import read_object
 
@@ -18,21 +26,31 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION = (
     Row("input_layernorm.weight", ("input_layernorm.weight",), Rows(("hidden",))),
     Row("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), Qkv(("hidden",))),
-    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Rows(("hidden", "heads"), tp_dim=1)),
+    Row(
+        "self_attention.linear_proj.weight",
+        ("self_attn.o_proj.weight",),
+        Rows(("hidden", "heads"), tp_dim=1),
+    ),
 )
 QKV_BIAS = (Row("self_attention.linear_qkv.bias", tuple(f"{n}.bias" for n in _QKV), Qkv(())),)
 QK_NORM = (
     Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Rows(("head_dim",))),
     Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Rows(("head_dim",))),
 )
-MLP_NORM = (Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Rows(("hidden",))),)
+MLP_NORM = (
+    Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Rows(("hidden",))),
+)
 
 
 def _mlp(megatron: str, hf: str, ffn: str) -> tuple[Row, Row]:
     gate_up = f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"
     return (
         Row(f"{megatron}.linear_fc1.weight", gate_up, Rows((ffn, "hidden"), tp_dim=0, tp_parts=2)),
-        Row(f"{megatron}.linear_fc2.weight", (f"{hf}.down_proj.weight",), Rows(("hidden", ffn), tp_dim=1)),
+        Row(
+            f"{megatron}.linear_fc2.weight",
+            (f"{hf}.down_proj.weight",),
+            Rows(("hidden", ffn), tp_dim=1),
+        ),
     )
 
 
@@ -68,13 +86,17 @@ def _qwen_experts(config: ConfigReader) -> MoeSpec:
         norm_topk_prob=config.boolean("norm_topk_prob"),
     )
     if moe.top_k > moe.num_experts:
-        raise wrong_value("num_experts_per_tok", moe.top_k, f"at most {experts_key}={moe.num_experts}")
+        raise wrong_value(
+            "num_experts_per_tok", moe.top_k, f"at most {experts_key}={moe.num_experts}"
+        )
     return moe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family: the rows of one layer, and what its config.json has beside the keys of all families."""
+    """One model family: the rows of one layer, and what its config.json has beside the keys of all
+    families.
+    """
 
     layer_rows: tuple[Row, ...]
     window: Callable[[ConfigReader], bool] | None = None
@@ -89,7 +111,9 @@ FAMILIES = {
     "qwen3": Family(layer_rows=ATTENTION + QK_NORM + MLP_NORM + DENSE_MLP, window=_qwen_window),
     # 30B-A3B and 235B-A22B
     "qwen3_moe": Family(
-        layer_rows=ATTENTION + QK_NORM + MLP_NORM + EXPERTS, window=_qwen_window, experts=_qwen_experts
+        layer_rows=ATTENTION + QK_NORM + MLP_NORM + EXPERTS,
+        window=_qwen_window,
+        experts=_qwen_experts,
     ),
     # Llama 3.x, DeepSeek-R1-Distill-Llama
     "llama": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
@@ -108,16 +132,28 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         config.refuse("attention_bias", unless=(False,), reason="attention has no bias")
     moe = None if family.experts is None else family.experts(config)
     config.refuse("hidden_act", unless=("silu",), reason="the MLP is SwiGLU")
-    config.refuse("quantization_config", unless=(), reason="weights must be plain; dequantise the checkpoint first")
-    config.refuse("partial_rotary_factor", unless=(1, 1.0), reason="positions rotate the whole head")
+    config.refuse(
+        "quantization_config",
+        unless=(),
+        reason="weights must be plain; dequantise the checkpoint first",
+    )
+    config.refuse(
+        "partial_rotary_factor", unless=(1, 1.0), reason="positions rotate the whole head"
+    )
     config.refuse("mlp_bias", unless=(False,), reason="the MLP has no bias")
-    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
-        raise ConversionError(f"config.json: num_key_value_heads={num_kv_heads} does not divide {num_heads} heads")
+        raise ConversionError(
+            f"config.json: num_key_value_heads={num_kv_heads} does not divide {num_heads} heads"
+        )
     head_dim = config.optional_integer("head_dim")
     if head_dim is None and hidden_size % num_heads:
-        raise ConversionError(f"config.json: num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
+        raise ConversionError(
+            f"config.json: num_attention_heads={num_heads} does not divide "
+            f"hidden_size={hidden_size}"
+        )
     head_dim = head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise wrong_value("head_dim", head_dim, "an even number (rotary positions turn pairs)")
@@ -149,19 +185,25 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(
-            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: {', '.join(FAMILIES)} "
+            f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: "
+            f"{', '.join(FAMILIES)} "
             "(see docs/families.md to add a family)"
         )
     spec = _read(FAMILIES[model_type], ConfigReader(hf_config, model_type))
     architectures = hf_config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if name and not name.lower().startswith(f"{model_type.replace('_', '')}for"):  # servers choose the model by it
+    if name and not name.lower().startswith(
+        f"{model_type.replace('_', '')}for"
+    ):  # servers choose the model by it
         raise wrong_value("architectures", architectures, f"a class of model_type={model_type}")
     return spec.critic() if name.endswith(CRITIC_CLASS) else spec
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ConversionError if it is missing or not a JSON object."""
+    """config.json of a Hugging Face folder.
+
+    Raises ConversionError if it is missing or not a JSON object.
+    """
     file = Path(path) / "config.json"
     if not file.exists():
         raise ConversionError(f"{file} is missing; give the folder of a Hugging Face checkpoint")

@@ -1,6 +1,7 @@
 """Model repositories of the Hugging Face hub: names, the files of a model, and the local snapshot.
 
-Every caller requests the same files: offline, the hub's client rejects a snapshot with fewer files than requested.
+Every caller requests the same files: offline, the hub's client rejects a snapshot with fewer files
+than requested.
 """
 
 from pathlib import Path
@@ -14,14 +15,19 @@ HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktok
 
 
 def snapshot(name: str, *, local_files_only: bool = False) -> Path:
-    """Folder of the repository's model files, downloaded unless the local cache has them; no code, no pickled weights.
-    Raises the hub client's errors (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) and OSError."""
+    """Folder of the repository's model files, downloaded unless the local cache has them; no code,
+    no pickled weights. Raises the hub client's errors (HfHubHTTPError, HFValidationError,
+    LocalEntryNotFoundError) and OSError.
+    """
     with hub_wait(name):
         return Path(download(name, local_files_only=local_files_only))
 
 
 def download(name: str, **options: Any) -> Any:
-    """`snapshot_download` of a model's files. Raises OSError also for a reply that describes no model."""
+    """`snapshot_download` of a model's files.
+
+    Raises OSError also for a reply that describes no model.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -29,19 +35,23 @@ def download(name: str, **options: Any) -> Any:
         return snapshot_download(name, allow_patterns=list(HUB_FILES), **options)
     except (OSError, HFValidationError):
         raise
-    except Exception as error:  # noqa: BLE001  the hub's client passes on what its libraries raise
+    except Exception as error:
         raise OSError(f"malformed reply or address: {type(error).__name__}: {error}") from None
 
 
 def config_folder(folder: Path) -> Path:
-    """The folder with config.json and tokenizer: `hf/` of a Megatron checkpoint, else the folder itself."""
+    """The folder with config.json and tokenizer:
+
+    `hf/` of a Megatron checkpoint, else the folder itself.
+    """
     inner = folder / "hf"
     return inner if inner.is_dir() and not (folder / "config.json").is_file() else folder
 
 
 def model_folder(path: str, key: str = "model.path", *, local_files_only: bool = False) -> Path:
-    """The `config_folder` of the model that `key` names: of a local folder, or the local copy of a hub id.
-    Raises CheckpointError for anything else."""
+    """The `config_folder` of the model that `key` names: of a local folder, or the local copy of a
+    hub id. Raises CheckpointError for anything else.
+    """
     folder = local_path(path)
     if folder.is_dir():
         return config_folder(folder)
@@ -52,6 +62,7 @@ def model_folder(path: str, key: str = "model.path", *, local_files_only: bool =
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         where = "the local cache (HF_HOME)" if local_files_only else "the hub"
         raise CheckpointError(
-            f"{key}={path}: no such folder, and {where} has no such model ({type(error).__name__}); correct the "
+            f"{key}={path}: no such folder, and {where} has no such model "
+            f"({type(error).__name__}); correct the "
             "path, or run `pacs-megatron fetch` on a machine with network"
         ) from error

@@ -1,8 +1,9 @@
 """The weight table: maps every Megatron tensor to its Hugging Face tensors and back.
 
-No other list of names exists. Megatron names are those of the *local* layer spec, with global layer and expert numbers;
-`canonical_name` maps the names of Transformer Engine's spec to them. A transform converts exactly in both directions,
-without arithmetic. It has the full shapes of both sides and the tensor-parallel split of the Megatron side.
+No other list of names exists. Megatron names are those of the *local* layer spec, with global layer
+and expert numbers; `canonical_name` maps the names of Transformer Engine's spec to them. A
+transform converts exactly in both directions, without arithmetic. It has the full shapes of both
+sides and the tensor-parallel split of the Megatron side.
 """
 
 from __future__ import annotations
@@ -47,16 +48,26 @@ def _shape(sizes: Sizes, names: Sequence[str]) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`tp_parts` tensors of one shape, concatenated along the rows; the vocabulary is padded with zero rows."""
+    """`tp_parts` tensors of one shape, concatenated along the rows; the vocabulary is padded with
+    zero rows.
+    """
 
     dims: tuple[str, ...]
-    tp_dim: int | None = None  # The dimension that tensor parallelism splits; None: every rank has the whole tensor
+    tp_dim: int | None = (
+        None  # The dimension that tensor parallelism splits; None: every rank has the whole tensor
+    )
     tp_parts: int = 1
-    """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has [gate_r; up_r])."""
+    """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has
+    [gate_r; up_r]).
+    """
 
     def tp_units(self, sizes: Sizes) -> int:
-        """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the query groups."""
-        return 1 if self.tp_dim is None else self.megatron_shape(sizes)[self.tp_dim] // self.tp_parts
+        """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the
+        query groups.
+        """
+        return (
+            1 if self.tp_dim is None else self.megatron_shape(sizes)[self.tp_dim] // self.tp_parts
+        )
 
     def hf_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
         return (_shape(sizes, self.dims),) * self.tp_parts
@@ -79,8 +90,10 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Qkv:
     """q, k, v of [heads, ...], [kv_heads, ...] twice, interleaved by query group.
-    Megatron's rows are, for each of the `num_kv_heads` groups: its query heads, its key head, its value head. `rest`
-    names the remaining dimensions: ("hidden",) for the weight, () for the bias."""
+
+    Megatron's rows are, for each of the `num_kv_heads` groups: its query heads, its key head, its
+    value head. `rest` names the remaining dimensions: ("hidden",) for the weight, () for the bias.
+    """
 
     rest: tuple[str, ...]
     tp_dim: ClassVar = 0
@@ -90,7 +103,9 @@ class Qkv:
         return sizes["groups"]
 
     def hf_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
-        return tuple(_shape(sizes, (rows, *self.rest)) for rows in ("heads", "kv_heads", "kv_heads"))
+        return tuple(
+            _shape(sizes, (rows, *self.rest)) for rows in ("heads", "kv_heads", "kv_heads")
+        )
 
     def megatron_shape(self, sizes: Sizes) -> Shape:
         return (sizes["heads"] + 2 * sizes["kv_heads"], *_shape(sizes, self.rest))
@@ -116,18 +131,23 @@ TE_LAYER_NAMES: Mapping[str, str] = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the local spec's name."""
+"""Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the
+local spec's name.
+"""
 
 _TE_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 def canonical_name(megatron_name: str) -> str:
-    """The table's name of a parameter of either layer spec (local or Transformer Engine); layer numbers are kept."""
+    """The table's name of a parameter of either layer spec (local or Transformer Engine); layer
+    numbers are kept.
+    """
     match = _LAYER.match(megatron_name)
     if match is None:
         return megatron_name
-    prefix, name = megatron_name[: match.end()], megatron_name[match.end() :]
+    prefix = megatron_name[: match.end()]
+    name = megatron_name[match.end() :]
     grouped = _TE_GROUPED_EXPERT.match(name)
     if grouped is not None:
         return f"{prefix}mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
@@ -148,7 +168,8 @@ class Entry:
     """One Megatron tensor of one model and the Hugging Face tensors it is made of."""
 
     megatron_name: str
-    """Local spec's name in the full model, e.g. `decoder.layers.7.self_attention.linear_qkv.weight`"""
+    """Local spec's name in the full model, e.g. `decoder.layers.7.self_attention.linear_qkv.weight`
+    """
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
     megatron_shape: Shape  # Full (not split by tensor parallelism), vocabulary padded
@@ -160,14 +181,17 @@ class Entry:
 
     @property
     def checkpoint_key(self) -> str:
-        """Key in a Megatron checkpoint (without a prefix): one tensor a key, experts of a layer stacked in one."""
+        """Key in a Megatron checkpoint (without a prefix): one tensor a key, experts of a layer
+        stacked in one.
+        """
         if self.layer is None:
             return self.megatron_name
         prefix = f"decoder.layers.{self.layer}."
         name = self.megatron_name.removeprefix(prefix)
         if self.expert is not None:
             return prefix + name.replace(f"local_experts.{self.expert}.", "experts.")
-        # Both layer specs save norms under Transformer Engine's names, so each loads the other's checkpoint. With
+        # Both layer specs save norms under Transformer Engine's names, so each loads the other's
+        # checkpoint. With
         # experts, no linear layer follows the second norm, so it is not fused.
         for te_name, local_name in TE_LAYER_NAMES.items():
             if name == local_name and not ("experts" in self.sizes and te_name.startswith("mlp.")):
@@ -176,25 +200,37 @@ class Entry:
 
     @property
     def checkpoint_shape(self) -> Shape:
-        """Shape of the whole tensor under `checkpoint_key`: [experts, ...] where experts are stacked."""
+        """Shape of the whole tensor under `checkpoint_key`: [experts, ...] where experts are
+        stacked.
+        """
         if self.expert is None:
             return self.megatron_shape
         return (self.sizes["experts"], *self.megatron_shape)
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor; may share memory with its inputs. Raises ConversionError on a wrong shape."""
+        """The full Megatron tensor; may share memory with its inputs.
+
+        Raises ConversionError on a wrong shape.
+        """
         self.check(tensors)
         return self.transform.to_megatron(tensors, self.sizes)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raises ConversionError unless these are the Hugging Face tensors of this entry: count, shapes, one dtype."""
+        """Raises ConversionError unless these are the Hugging Face tensors of this entry: count,
+        shapes, one dtype.
+        """
         if len(tensors) != len(self.hf_names):
-            raise ConversionError(f"{self.megatron_name}: got {len(tensors)} tensors, expected {len(self.hf_names)}")
+            raise ConversionError(
+                f"{self.megatron_name}: got {len(tensors)} tensors, expected {len(self.hf_names)}"
+            )
         for name, shape, tensor in zip(self.hf_names, self.hf_shapes, tensors, strict=True):
             _check_shape(name, tuple(tensor.shape), shape)
         if len({t.dtype for t in tensors}) > 1:
-            names, dtypes = ", ".join(self.hf_names), ", ".join(str(t.dtype) for t in tensors)
-            raise ConversionError(f"{names}: dtypes differ ({dtypes}), but they form one Megatron tensor")
+            names = ", ".join(self.hf_names)
+            dtypes = ", ".join(str(t.dtype) for t in tensors)
+            raise ConversionError(
+                f"{names}: dtypes differ ({dtypes}), but they form one Megatron tensor"
+            )
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
@@ -202,7 +238,10 @@ class Entry:
         return self.transform.to_hf(tensor, self.sizes)
 
     def split_tp(self, full: Tensor, tp: int) -> list[Tensor]:
-        """The `tp` shards of a full Megatron tensor, rank by rank; views or copies. Expert tensors: expert TP."""
+        """The `tp` shards of a full Megatron tensor, rank by rank; views or copies.
+
+        Expert tensors: expert TP.
+        """
         import torch
 
         _check_shape(self.megatron_name, tuple(full.shape), self.megatron_shape)
@@ -211,7 +250,11 @@ class Entry:
         if dim is None:
             return [full] * tp
         parts = [part.chunk(tp, dim=dim) for part in full.chunk(self.transform.tp_parts, dim=dim)]
-        return list(parts[0]) if len(parts) == 1 else [torch.cat(own, dim=dim) for own in zip(*parts, strict=True)]
+        return (
+            list(parts[0])
+            if len(parts) == 1
+            else [torch.cat(own, dim=dim) for own in zip(*parts, strict=True)]
+        )
 
     def merge_tp(self, shards: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor of all ranks' shards, in rank order; inverse of `split_tp`."""
@@ -223,25 +266,33 @@ class Entry:
         dim = self.transform.tp_dim
         if dim is None or len(shards) == 1:
             return shards[0]
-        parts = zip(*(shard.chunk(self.transform.tp_parts, dim=dim) for shard in shards), strict=True)
+        parts = zip(
+            *(shard.chunk(self.transform.tp_parts, dim=dim) for shard in shards), strict=True
+        )
         return torch.cat([piece for part in parts for piece in part], dim=dim)
 
     def shard_shape(self, tp: int) -> Shape:
-        """Shape of one rank's shard. Raises ConversionError where `tp` does not divide its rows or columns (qkv: KV heads)."""
+        """Shape of one rank's shard.
+
+        Raises ConversionError where `tp` does not divide its rows or columns (qkv: KV heads).
+        """
         dim = self.transform.tp_dim
         if dim is None:
             return self.megatron_shape
         units = self.transform.tp_units(self.sizes)
         if units % tp:
             raise ConversionError(
-                f"{self.megatron_name}: tp={tp} does not divide its {units} units (rows, columns or KV heads) along dimension "
+                f"{self.megatron_name}: tp={tp} does not divide its {units} units (rows, columns "
+                "or KV heads) along dimension "
                 f"{dim}; use a tensor-parallel size that divides {units}"
             )
         return tuple(size // tp if d == dim else size for d, size in enumerate(self.megatron_shape))
 
 
 class WeightTable:
-    """All entries of one model: embedding, layers ascending, final norm, output layer (absent when tied)."""
+    """All entries of one model: embedding, layers ascending, final norm, output layer (absent when
+    tied).
+    """
 
     def __init__(self, spec: ModelSpec, padded_vocab: int, entries: Sequence[Entry]) -> None:
         self.spec = spec
@@ -250,8 +301,12 @@ class WeightTable:
         self.by_megatron = {e.megatron_name: e for e in self.entries}
         """`megatron_name` -> entry; map Transformer Engine's names with `canonical_name` first"""
         self.by_hf = {name: e for e in self.entries for name in e.hf_names}
-        if len(self.by_megatron) != len(self.entries) or len(self.by_hf) != sum(len(e.hf_names) for e in self.entries):
-            raise ConversionError(f"the weight table of family {spec.family} names a tensor twice; fix its rows")
+        if len(self.by_megatron) != len(self.entries) or len(self.by_hf) != sum(
+            len(e.hf_names) for e in self.entries
+        ):
+            raise ConversionError(
+                f"the weight table of family {spec.family} names a tensor twice; fix its rows"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -260,7 +315,9 @@ class WeightTable:
 
 
 _EMBEDDING = Row(
-    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Rows(("vocab", "hidden"), tp_dim=0)
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    Rows(("vocab", "hidden"), tp_dim=0),
 )
 _FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Rows(("hidden",)))
 _OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Rows(("vocab", "hidden"), tp_dim=0))
@@ -269,12 +326,17 @@ _VALUE = (
     Row("output_layer.bias", ("score.bias",), Rows(("value",))),
 )
 CRITIC_CLASS = "ForTokenClassification"
-"""Suffix of the transformers class name in a critic's config.json. Its layer `score` has one label, the value before the next
-token. verl has critics of this class too."""
+"""Suffix of the transformers class name in a critic's config.json.
+
+Its layer `score` has one label, the value before the next token. verl has critics of this class
+too.
+"""
 
 
 VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that checkpoints can be resharded."""
+"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that
+checkpoints can be resharded.
+"""
 
 
 def build_table(spec: ModelSpec, layer_rows: Sequence[Row]) -> WeightTable:
@@ -283,7 +345,9 @@ def build_table(spec: ModelSpec, layer_rows: Sequence[Row]) -> WeightTable:
     sizes = sizes_of(spec, padded_vocab)
 
     def entry(row: Row, place: Place, layer: int | None = None, expert: int | None = None) -> Entry:
-        megatron, hf = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        megatron, hf = (
+            ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        )
         return Entry(
             megatron_name=megatron + row.megatron.replace("{e}", str(expert)),
             hf_names=tuple(hf + name.replace("{e}", str(expert)) for name in row.hf),
@@ -299,7 +363,11 @@ def build_table(spec: ModelSpec, layer_rows: Sequence[Row]) -> WeightTable:
     entries = [entry(_EMBEDDING, "embedding")]
     for layer in range(spec.num_layers):
         for row in layer_rows:
-            experts = range(spec.moe.num_experts) if spec.moe is not None and "{e}" in row.megatron else (None,)
+            experts = (
+                range(spec.moe.num_experts)
+                if spec.moe is not None and "{e}" in row.megatron
+                else (None,)
+            )
             entries += [entry(row, "layer", layer, expert) for expert in experts]
     entries.append(entry(_FINAL_NORM, "final_norm"))
     if spec.head == "value":

@@ -1,8 +1,9 @@
-"""CISPO (arXiv:2506.13585, MiniMax-M1, equations 4 and 5): clips a token's importance weight, but never its gradient.
+"""CISPO (arXiv:2506.13585, MiniMax-M1, equations 4 and 5): clips a token's importance weight, but
+never its gradient.
 
-l = -sg(min(rho, 1 + high)) A log pi_theta per token, mean over all tokens of the mini-batch, A = (R - mean) / s in the
-group, no KL term. The paper has no lower bound and does not state its upper bound. The default bounds rho at 5, as
-ms-swift's `epsilon_high=5.0` does.
+l = -sg(min(rho, 1 + high)) A log pi_theta per token, mean over all tokens of the mini-batch, A = (R
+- mean) / s in the group, no KL term. The paper has no lower bound and does not state its upper
+bound. The default bounds rho at 5, as ms-swift's `epsilon_high=5.0` does.
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
 """Dr. GRPO (arXiv:2503.20783): GRPO without the two divisions that bias it.
 
-A = R - mean of the group, without its standard deviation. Token losses are summed and divided by a constant, the response
-limit, instead of the response's length. Defaults: clip 0.2, no KL term.
+A = R - mean of the group, without its standard deviation. Token losses are summed and divided by a
+constant, the response limit, instead of the response's length. Defaults: clip 0.2, no KL term.
 """
 
 from typing import Literal
@@ -11,7 +11,11 @@ from pydantic import PositiveInt
 from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor
-from pacs_megatron.objectives.shared.policy_gradient import ClippedOptions, PolicyGradient, mean_weights
+from pacs_megatron.objectives.shared.policy_gradient import (
+    ClippedOptions,
+    PolicyGradient,
+    mean_weights,
+)
 from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
@@ -21,7 +25,8 @@ class DrGrpoOptions(ClippedOptions):
     name: Literal["dr_grpo"]
     """Name of the objective."""
     constant_length: PositiveInt
-    """Divisor of a response's summed token losses, in tokens: rollout.sampling.max_response_tokens."""
+    """Divisor of a response's summed token losses, in tokens: rollout.sampling.max_response_tokens.
+    """
 
 
 class DrGrpo(PolicyGradient, options=DrGrpoOptions):

@@ -1,10 +1,12 @@
-"""REAL, rewards as labels (arXiv:2602.05630), and its BCE variant: classification of the mean log-ratio.
+"""REAL, rewards as labels (arXiv:2602.05630), and its BCE variant: classification of the mean
+log-ratio.
 
-s = mean_t(log pi_theta - log pi_step_start). REAL: per group log(1 + sum over correct i of exp(-s_i / tau)) + log(1 +
-sum over incorrect j of exp(s_j / tau)), summed over groups with both classes and divided by all groups of the
-mini-batch. BCE: cross entropy of sigmoid(s / tau) against the label, mean over the samples of groups with both classes.
-tau = 0.5. The formulas are those of the authors' code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce).
-Its scripts have no KL and no entropy term, and use `delta` in a metric only.
+s = mean_t(log pi_theta - log pi_step_start). REAL: per group log(1 + sum over correct i of exp(-s_i
+/ tau)) + log(1 + sum over incorrect j of exp(s_j / tau)), summed over groups with both classes and
+divided by all groups of the mini-batch. BCE: cross entropy of sigmoid(s / tau) against the label,
+mean over the samples of groups with both classes. tau = 0.5. The formulas are those of the authors'
+code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce). Its scripts have no KL and no
+entropy term, and use `delta` in a metric only.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,9 @@ MAX_EXPONENT = 500.0
 
 
 class RealOptions(CommonOptions):
-    """REAL: classification of correct and incorrect responses within a group by their mean log-ratio."""
+    """REAL: classification of correct and incorrect responses within a group by their mean
+    log-ratio.
+    """
 
     name: Literal["real"]
     """Name of the objective."""
@@ -53,25 +57,40 @@ class Real(Objective, options=RealOptions):
         return {"share": by_row(counted / self._divisor(counted, table.num_groups), table)}
 
     def couple(
-        self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
+        self,
+        table: SampleTable,
+        scores: Tensor | None,
+        sampler_ratios: Tensor | None,
+        known: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """[m] float64: `coefficient`, the derivative of the loss by each token's log-prob, and `loss` of the sample."""
+        """[m] float64:
+
+        `coefficient`, the derivative of the loss by each token's log-prob, and `loss` of the
+        sample.
+        """
         s = torch.zeros_like(table.labels) if scores is None else scores
         loss, slope = self._loss(s / self.options.tau, table)
         lens = table.response_lens.clamp(min=1.0)
-        return {"coefficient": known["share"] * slope / (self.options.tau * lens), "loss": known["share"] * loss}
+        return {
+            "coefficient": known["share"] * slope / (self.options.tau * lens),
+            "loss": known["share"] * loss,
+        }
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
         """Per sample [n] float64: `coefficient`; see `couple`."""
         table = build_table(facts)
-        known = {name: values[table.rows] for name, values in self.known(facts, step_inputs).items()}
+        known = {
+            name: values[table.rows] for name, values in self.known(facts, step_inputs).items()
+        }
         found = self.couple(table, None if scores is None else scores[table.rows], None, known)
         coefficient = by_row(found["coefficient"], table)
         return Prepared(
             per_sample={"coefficient": coefficient},
             loss=float(found["loss"].sum()),
             metrics={
-                f"{self.name}/one_class_group_frac": float(one_class(table.labels, table).double().mean()),
+                f"{self.name}/one_class_group_frac": float(
+                    one_class(table.labels, table).double().mean()
+                ),
                 f"{self.name}/truncated_frac": float(facts.truncated.sum()) / facts.num_samples,
             },
             denominators={f"{self.name}/one_class_group_frac": float(table.num_groups)},
@@ -80,14 +99,19 @@ class Real(Objective, options=RealOptions):
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], a surrogate, not the loss: the gradient of its sum is the gradient of the loss."""
-        return at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype) * tokens.logprobs
+        return (
+            at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype)
+            * tokens.logprobs
+        )
 
     def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:
         """Number of all groups: groups of one class count, although they have no loss."""
         return num_groups
 
     def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:
-        """(each sample's share of its group's loss, derivative of the group's loss by the sample's logit), [m] each."""
+        """(each sample's share of its group's loss, derivative of the group's loss by the sample's
+        logit), [m] each.
+        """
         sign = 1.0 - 2.0 * table.labels
         terms = (sign * logits).clamp(max=MAX_EXPONENT).exp()
         own_class = torch.where(

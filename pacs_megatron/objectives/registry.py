@@ -23,19 +23,22 @@ if TYPE_CHECKING:
     ObjectiveOptions = CommonOptions
 else:
     _members = tuple(objective.options_class for objective in REGISTRY.values())
-    ObjectiveOptions = Annotated[Union[_members], Field(discriminator="name")]  # noqa: UP007
+    ObjectiveOptions = Annotated[Union[_members], Field(discriminator="name")]
     """Options of any objective: a tagged union on `name`."""
 
 
 def passes_of(objective: Objective, updates: Iterable[int]) -> set[LogprobSource]:
-    """The log-prob passes that a mini-batch needs before its first update; `updates`: the indices of its updates."""
+    """The log-prob passes that a mini-batch needs before its first update; `updates`: the indices
+    of its updates.
+    """
     return set().union(*(objective.logprob_passes(update) for update in updates))
 
 
 def build_objective(options: CommonOptions, *, updates_per_step: int) -> Objective:
     """The objective of `options` with `updates_per_step` optimizer updates a step.
 
-    Raises ConfigError if the options do not support `updates_per_step` (the config checks the same).
+    Raises ConfigError if the options do not support `updates_per_step` (the config checks the
+    same).
     """
     try:
         options.refuse_updates_per_step(updates_per_step)

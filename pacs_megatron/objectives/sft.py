@@ -17,7 +17,10 @@ class SftOptions(CommonOptions):
     name: Literal["sft"]
     """Name of the objective."""
     loss_mean: Literal["token", "sequence"] = "token"
-    """Averaging of token losses. `token`: over all response tokens of the mini-batch; `sequence`: mean of response means."""
+    """Averaging of token losses.
+
+    `token`: over all response tokens of the mini-batch; `sequence`: mean of response means.
+    """
 
 
 class Sft(Objective, options=SftOptions):

@@ -1,10 +1,11 @@
-"""W-REINFORCE, PSR and NSR (arXiv:2506.01347): different weights for correct and incorrect responses.
+"""W-REINFORCE, PSR and NSR (arXiv:2506.01347): different weights for correct and incorrect
+responses.
 
-W-REINFORCE: A = positive_weight on correct samples and -1 on incorrect ones. `classes: positive` (PSR) trains on
-correct samples only, with A = 1. `negative` (NSR) trains on incorrect samples only, with A = -1. l = -min(rho A,
-clip(rho, 0.8, 1.2) A) per token, mean over the trained samples' tokens. Defaults: positive_weight 0.1, no KL term. The
-formulas are those of TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`, and the subset in
-ray_trainer.py).
+W-REINFORCE: A = positive_weight on correct samples and -1 on incorrect ones. `classes: positive`
+(PSR) trains on correct samples only, with A = 1. `negative` (NSR) trains on incorrect samples only,
+with A = -1. l = -min(rho A, clip(rho, 0.8, 1.2) A) per token, mean over the trained samples'
+tokens. Defaults: positive_weight 0.1, no KL term. The formulas are those of
+TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`, and the subset in ray_trainer.py).
 """
 
 from typing import ClassVar, Literal, Self
@@ -20,7 +21,10 @@ from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
 class WReinforceOptions(ClippedOptions):
-    """W-REINFORCE: small weight on correct responses, full weight on incorrect ones. PSR and NSR train on one class."""
+    """W-REINFORCE: small weight on correct responses, full weight on incorrect ones.
+
+    PSR and NSR train on one class.
+    """
 
     compares_siblings: ClassVar[bool] = False
 
@@ -35,10 +39,13 @@ class WReinforceOptions(ClippedOptions):
 
     @model_validator(mode="after")
     def _refuse_unused_weight(self) -> Self:
-        self.refuse_unused("positive_weight", is_used=self.classes == "both", by=f"classes={self.classes}")
+        self.refuse_unused(
+            "positive_weight", is_used=self.classes == "both", by=f"classes={self.classes}"
+        )
         if self.kl_in == "reward":
             raise ValueError(
-                "objective.kl_in=reward does not go with objective.name=w_reinforce: its advantages are the labels', no "
+                "objective.kl_in=reward does not go with objective.name=w_reinforce: its "
+                "advantages are the labels', no "
                 "reward enters; use kl_in=loss"
             )
         return self
@@ -48,7 +55,9 @@ class WReinforce(PolicyGradient, options=WReinforceOptions):
     options: WReinforceOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        positive = 0.0 if self.options.classes == "negative" else self.options.positive_weight or 1.0
+        positive = (
+            0.0 if self.options.classes == "negative" else self.options.positive_weight or 1.0
+        )
         negative = 0.0 if self.options.classes == "positive" else -1.0
         return table.labels * positive + (1.0 - table.labels) * negative
 

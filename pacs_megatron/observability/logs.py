@@ -1,4 +1,6 @@
-"""Logging: one line per record with the rank, one file per rank, and console lines above the progress bar."""
+"""Logging: one line per record with the rank, one file per rank, and console lines above the
+progress bar.
+"""
 
 import logging
 import re
@@ -10,7 +12,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 PROGRESS_LOGGER = "pacs_megatron.progress"
-"""Logger of progress lines: always written to the log file, to the console only without a live bar."""
+"""Logger of progress lines: always written to the log file, to the console only without a live bar.
+"""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -18,14 +21,19 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 class LineFormatter(logging.Formatter):
     """`2026-01-31 12:00:00 [rank 0] INFO message`; control characters of the message are escaped.
 
-    Messages contain model output, which must not forge a line or move the cursor. A traceback keeps its lines.
+    Messages contain model output, which must not forge a line or move the cursor. A traceback keeps
+    its lines.
     """
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        super().__init__(
+            f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
+        )
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the standard library's name)
-        return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), super().formatMessage(record))
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _CONTROL.sub(
+            lambda match: match[0].encode("unicode_escape").decode(), super().formatMessage(record)
+        )
 
 
 class _ConsoleHandler(logging.Handler):
@@ -46,10 +54,11 @@ class _ConsoleHandler(logging.Handler):
 
 
 def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:
-    """Logs to `stream` (default: stderr) and, with `log_dir`, to `<log_dir>/rank<k>.log` (appended).
+    """Logs to `stream` (default: stderr) and, with `log_dir`, to `<log_dir>/rank<k>.log`
+    (appended).
 
-    The console shows INFO of rank 0 and warnings of other ranks; the files contain INFO of every rank. A second call
-    replaces the handlers of the first.
+    The console shows INFO of rank 0 and warnings of other ranks; the files contain INFO of every
+    rank. A second call replaces the handlers of the first.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -61,23 +70,29 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
     handlers: list[logging.Handler] = [console]
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        handlers.append(_RankFile(log_dir / f"rank{rank}.log", encoding="utf-8", errors="backslashreplace"))
+        handlers.append(
+            _RankFile(log_dir / f"rank{rank}.log", encoding="utf-8", errors="backslashreplace")
+        )
     for handler in handlers:
         handler.setFormatter(LineFormatter(rank))
         root.addHandler(handler)
     # INFO of this package only, not of other libraries.
     root.setLevel(logging.WARNING)
     logging.getLogger("pacs_megatron").setLevel(logging.INFO)
-    # A CUDA build of torch warns here on every host without a GPU; nothing that we run builds an extension.
+    # A CUDA build of torch warns here on every host without a GPU; nothing that we run builds an
+    # extension.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class _RankFile(logging.FileHandler):
-    """The log file of one rank. Its failure, such as a full disk, is reported once and does not stop a run."""
+    """The log file of one rank.
+
+    Its failure, such as a full disk, is reported once and does not stop a run.
+    """
 
     _has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the standard library's name)
+    def handleError(self, record: logging.LogRecord) -> None:
         if not self._has_failed:
             self._has_failed = True
             sys.stderr.write(f"{self.baseFilename}: lines are missing ({sys.exc_info()[1]})\n")

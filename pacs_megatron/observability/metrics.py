@@ -1,8 +1,8 @@
 """Metrics with their denominators, and `metrics.jsonl`, which has one JSON object per step.
 
-A row contains `step` and numbers. Keys are `<group>/<name>`. Keys that end in `_max` and `_min` are extremes, all
-others means or counts. A value is null if its denominator is zero in that step. Rows are written before the step's
-checkpoint, so every row up to the step of a checkpoint is on disk.
+A row contains `step` and numbers. Keys are `<group>/<name>`. Keys that end in `_max` and `_min` are
+extremes, all others means or counts. A value is null if its denominator is zero in that step. Rows
+are written before the step's checkpoint, so every row up to the step of a checkpoint is on disk.
 """
 
 import logging
@@ -19,7 +19,13 @@ import numpy as np
 
 from pacs_megatron.errors import DataError, NonFiniteError
 from pacs_megatron.runtime.closing import Closing
-from pacs_megatron.runtime.files import complete_lines, json_line, naming, parse_lines, write_atomically
+from pacs_megatron.runtime.files import (
+    complete_lines,
+    json_line,
+    naming,
+    parse_lines,
+    write_atomically,
+)
 from pacs_megatron.runtime.run_folder import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,8 @@ class MetricSums:
     extremes: dict[str, float] = field(default_factory=dict)
 
     def add_means(self, metrics: Mapping[str, float | None], count: float) -> None:
-        """Adds the metrics of one update: means over `count` samples, tokens or groups, and extremes by their suffix.
+        """Adds the metrics of one update: means over `count` samples, tokens or groups, and
+        extremes by their suffix.
 
         None (an empty mean) adds nothing to the denominator.
         """
@@ -94,12 +101,15 @@ class MetricsWriter(Closing):
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row: `step` first, the other keys sorted.
 
-        Raises NonFiniteError with the key of a NaN or Inf, TypeError for a value that is no number, and ValueError if the
-        step is not after the last one.
+        Raises NonFiniteError with the key of a NaN or Inf, TypeError for a value that is no number,
+        and ValueError if the step is not after the last one.
         """
-        step, last = int(row["step"]), self._last_step
+        step = int(row["step"])
+        last = self._last_step
         if last is not None and step <= last:
-            raise ValueError(f"metrics of step {step} after step {last}: call truncate_after on resume")
+            raise ValueError(
+                f"metrics of step {step} after step {last}: call truncate_after on resume"
+            )
         values = {key: _plain(key, row[key], step) for key in sorted(row) if key != "step"}
         with naming(self.path):
             self._file.write(json_line({"step": step, **values}))
@@ -123,13 +133,15 @@ def _plain(key: str, value: Any, step: int) -> MetricValue:
     number = float(value)
     if not math.isfinite(number):
         raise NonFiniteError(
-            f"metric {key} of step {step}: got {number}, expected a finite number; the row of this step was not written"
+            f"metric {key} of step {step}: got {number}, expected a finite number; the row of "
+            "this step was not written"
         )
     return number
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` (or of its run folder) in order, without an incomplete last line; [] without a file.
+    """The rows of a `metrics.jsonl` (or of its run folder) in order, without an incomplete last
+    line; [] without a file.
 
     Raises DataError with file and line of a malformed row.
     """
@@ -140,13 +152,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         step = row.get("step")
         before = rows[-1]["step"] if rows else -1
         if type(step) is not int or not before < step < 2**53:
-            raise DataError(f"{path}:{number}: expected an int step after {before}, got {step!r}; delete the line")
+            raise DataError(
+                f"{path}:{number}: expected an int step after {before}, got {step!r}; delete the "
+                "line"
+            )
         rows.append(row)
     return rows
 
 
 def truncate_metrics(run_dir: Path, step: int) -> int:
-    """Atomically removes the rows of steps > `step` from `metrics.jsonl`. Returns the number of removed rows."""
+    """Atomically removes the rows of steps > `step` from `metrics.jsonl`.
+
+    Returns the number of removed rows.
+    """
     path = run_dir / METRICS_FILE
     if not path.exists():
         return 0
@@ -154,8 +172,15 @@ def truncate_metrics(run_dir: Path, step: int) -> int:
     keep: int = sum(row["step"] <= step for row in rows)
     last = rows[keep - 1]["step"] if keep else None
     if last != step and step > 0:
-        logger.warning("%s ends at step %s, before the checkpoint's step %d: its curves have a gap", path, last, step)
-    kept = [line + b"\n" for line in islice(complete_lines(path), keep)]  # the same bytes, not formatted again
+        logger.warning(
+            "%s ends at step %s, before the checkpoint's step %d: its curves have a gap",
+            path,
+            last,
+            step,
+        )
+    kept = [
+        line + b"\n" for line in islice(complete_lines(path), keep)
+    ]  # the same bytes, not formatted again
     if path.stat().st_size != sum(map(len, kept)):
         write_atomically(path, kept)
     return len(rows) - keep

@@ -9,12 +9,17 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def safe_text(text: str) -> str:
-    """Returns `text` escaped for HTML; control characters, direction overrides and lone surrogates become their code."""
+    """Returns `text` escaped for HTML; control characters, direction overrides and lone surrogates
+    become their code.
+    """
     return escape(_CONTROL.sub(lambda m: f"\\u{ord(m[0]):04x}", text.replace("\r\n", "\n")))
 
 
 def page(title: str, body: str) -> str:
-    """Returns the whole document. Its security policy forbids the network and all scripts except the hover script."""
+    """Returns the whole document.
+
+    Its security policy forbids the network and all scripts except the hover script.
+    """
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     return (
@@ -90,7 +95,8 @@ font:13px/1.45 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overfl
 max-height:24em;overflow:auto;unicode-bidi:isolate}
 """
 _STYLE += "".join(
-    f".curve.s{i}{{stroke:var(--s{i})}}.dot.s{i},.band.s{i}{{fill:var(--s{i})}}ul i.s{i}{{background:var(--s{i})}}"
+    f".curve.s{i}{{stroke:var(--s{i})}}.dot.s{i},.band.s{i}{{fill:var(--s{i})}}ul "
+    f"i.s{i}{{background:var(--s{i})}}"
     for i in range(8)
 )
 

@@ -15,9 +15,10 @@ from pacs_megatron.runtime.closing import Closing
 logger = logging.getLogger(PROGRESS_LOGGER)
 
 Unit = Literal["step", "bytes"]
-LINE_INTERVAL_S, SAMPLES_INTERVAL_S = 5.0, 8.0
+LINE_INTERVAL_S = 5.0
+SAMPLES_INTERVAL_S = 8.0
 """Minimum time between two log lines about finished steps, and about sampling."""
-_DISCARD = open(os.devnull, "w")  # noqa: SIM115  (for bars that are not drawn: tqdm still measures the speed)
+_DISCARD = open(os.devnull, "w")
 _LINE = "{desc} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}"
 
@@ -25,12 +26,19 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}
 class Progress(Closing):
     """Shows the progress of a run, its last results, its speed and the time left. For rank 0 only.
 
-    On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the first and the last
-    step and at most one per `LINE_INTERVAL_S` between. The log file has these lines in both cases.
+    On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the
+    first and the last step and at most one per `LINE_INTERVAL_S` between. The log file has these
+    lines in both cases.
     """
 
     def __init__(
-        self, label: str, total: int, *, done: int = 0, unit: Unit = "step", stream: TextIO | None = None
+        self,
+        label: str,
+        total: int,
+        *,
+        done: int = 0,
+        unit: Unit = "step",
+        stream: TextIO | None = None,
     ) -> None:
         stream = sys.stderr if stream is None else stream
         self._live = stream.isatty()
@@ -54,13 +62,17 @@ class Progress(Closing):
         )
 
     def advance(self, done: int, fields: Mapping[str, float] | None = None) -> None:
-        """Reports `done` of `total` units; `fields` (name to value) are shown until they are replaced."""
+        """Reports `done` of `total` units; `fields` (name to value) are shown until they are
+        replaced.
+        """
         self._fields.update(fields or {})
         self._show(done)
         now = float(self._bar.format_dict["elapsed"])
         if self._bar.n >= self._bar.total or now - self._last_line >= LINE_INTERVAL_S:
             self._last_line = now
-            text = tqdm.format_meter(**{**self._bar.format_dict, "bar_format": _LINE, "ncols": None})
+            text = tqdm.format_meter(
+                **{**self._bar.format_dict, "bar_format": _LINE, "ncols": None}
+            )
             logger.info("%s", " ".join(text.split()))
 
     def phase(self, names: tuple[str, ...]) -> None:
@@ -69,7 +81,9 @@ class Progress(Closing):
         self._show(self._bar.n)
 
     def samples(self, names: tuple[str, ...], done: int, total: int) -> None:
-        """Shows the progress of sampling within the open spans `names`: beside the bar, or in occasional log lines."""
+        """Shows the progress of sampling within the open spans `names`: beside the bar, or in
+        occasional log lines.
+        """
         self.phase((*names, f"{done}/{total}"))
         now = float(self._bar.format_dict["elapsed"])
         if not self._live and now - self._last_samples >= SAMPLES_INTERVAL_S:
@@ -101,9 +115,15 @@ def _columns(stream: TextIO) -> int:
 
 
 def training_fields(row: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Reward (loss in a run without rewards), pass@1 and tokens/s of a row of metrics, where it has them."""
+    """Reward (loss in a run without rewards), pass@1 and tokens/s of a row of metrics, where it has
+    them.
+    """
     name, key = ("reward", "reward/mean") if "reward/mean" in row else ("loss", "objective/loss")
-    passed = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/pass@1") and v is not None]
+    passed = [
+        v
+        for k, v in row.items()
+        if k.startswith("eval/") and k.endswith("/pass@1") and v is not None
+    ]
     mean = sum(passed) / len(passed) if passed else None  # over benchmarks
     fields = {name: row.get(key), "pass@1": mean, "tokens/s": row.get("tokens_per_s")}
     return {name: value for name, value in fields.items() if value is not None}

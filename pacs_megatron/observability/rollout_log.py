@@ -1,4 +1,6 @@
-"""Writes and reads `rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON object per line."""
+"""Writes and reads `rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON
+object per line.
+"""
 
 import math
 import re
@@ -11,7 +13,13 @@ import numpy as np
 
 from pacs_megatron.contracts import Prompt, Sample
 from pacs_megatron.observability.metrics import truncate_metrics
-from pacs_megatron.runtime.files import PARTIAL_SUFFIX, complete_lines, json_line, parse_lines, write_atomically
+from pacs_megatron.runtime.files import (
+    PARTIAL_SUFFIX,
+    complete_lines,
+    json_line,
+    parse_lines,
+    write_atomically,
+)
 
 ROLLOUT_FOLDER = "rollouts"
 RolloutKind = Literal["step", "eval"]
@@ -27,9 +35,13 @@ def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
 
 
 def write_rollouts(
-    path: Path, samples: Sequence[Sample], prompts: Mapping[str, Prompt], decode: Callable[[np.ndarray], str]
+    path: Path,
+    samples: Sequence[Sample],
+    prompts: Mapping[str, Prompt],
+    decode: Callable[[np.ndarray], str],
 ) -> None:
-    """Writes `samples` ordered by prompt id and sample number, so the bytes do not depend on the order of arrival.
+    """Writes `samples` ordered by prompt id and sample number, so the bytes do not depend on the
+    order of arrival.
 
     `prompts` is indexed by prompt id; `decode` maps int32 [response] token ids to text.
     """
@@ -40,12 +52,22 @@ def write_rollouts(
 
     ordered = sorted(samples, key=order)
     # One line at a time: a step of 8,192 long responses is gigabytes of text.
-    write_atomically(path, (json_line(rollout_record(s, prompts[s.prompt_id], decode)) for s in ordered))
+    write_atomically(
+        path, (json_line(rollout_record(s, prompts[s.prompt_id], decode)) for s in ordered)
+    )
 
 
-def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
-    """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight versions."""
-    mean = float(np.mean(sample.sampler_logprobs, dtype=np.float64)) if len(sample.sampler_logprobs) else math.nan
+def rollout_record(
+    sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]
+) -> dict[str, Any]:
+    """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
+    versions.
+    """
+    mean = (
+        float(np.mean(sample.sampler_logprobs, dtype=np.float64))
+        if len(sample.sampler_logprobs)
+        else math.nan
+    )
     return {
         "id": sample.id,
         "prompt_id": sample.prompt_id,
@@ -64,8 +86,16 @@ def rollout_record(sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray]
 
 def verdict_fields(sample: Sample) -> dict[str, Any]:
     """The verdict's fields of a line; `reward_details` only if the verifier returned details."""
-    fields: dict[str, Any] = {"reward": sample.reward, "label": sample.label, "failure": sample.failure}
-    return fields if sample.reward_details is None else fields | {"reward_details": sample.reward_details}
+    fields: dict[str, Any] = {
+        "reward": sample.reward,
+        "label": sample.label,
+        "failure": sample.failure,
+    }
+    return (
+        fields
+        if sample.reward_details is None
+        else fields | {"reward_details": sample.reward_details}
+    )
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -79,18 +109,27 @@ def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, 
 
 
 def _files(run_dir: Path, kind: str) -> list[tuple[int, Path]]:
-    matches = [(_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*")]
+    matches = [
+        (_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*")
+    ]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def truncate_after(run_dir: Path, step: int, trained: int) -> None:
-    """Removes metrics and evaluations after `step`, samples of steps after `trained`, and unfinished files. Idempotent.
+    """Removes metrics and evaluations after `step`, samples of steps after `trained`, and
+    unfinished files. Idempotent.
 
-    A checkpoint before the evaluation of its step has no row of that step, but its samples are trained: `step` is then
-    `trained - 1`, and -1 also removes the row of the evaluation before step 1.
+    A checkpoint before the evaluation of its step has no row of that step, but its samples are
+    trained: `step` is then `trained - 1`, and -1 also removes the row of the evaluation before step
+    1.
     """
     truncate_metrics(run_dir, step)
     limits = {"eval": step, "step": trained}
-    gone = [path for kind, limit in limits.items() for number, path in _files(run_dir, kind) if number > limit]
+    gone = [
+        path
+        for kind, limit in limits.items()
+        for number, path in _files(run_dir, kind)
+        if number > limit
+    ]
     for path in [*gone, *(run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")]:
         path.unlink()

@@ -11,7 +11,8 @@ PhaseHook = Callable[[tuple[str, ...]], None]
 class Timer:
     """Sums the seconds of named spans until `take` returns and clears them. For one thread only.
 
-    Spans nest: `update` with `forward` inside gives `time/update_s` (total) and `time/update/forward_s`.
+    Spans nest: `update` with `forward` inside gives `time/update_s` (total) and
+    `time/update/forward_s`.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,8 +46,11 @@ class Timer:
             self._notify()
 
     def take(self) -> dict[str, float]:
-        """Returns `time/<phase>_s` of all spans that ended since the last call, and `time/step_s`, the time since then."""
-        since, self._since = self._since, self._clock()
+        """Returns `time/<phase>_s` of all spans that ended since the last call, and `time/step_s`,
+        the time since then.
+        """
+        since = self._since
+        self._since = self._clock()
         taken = {f"time/{path}_s": seconds for path, seconds in sorted(self._seconds.items())}
         self._seconds.clear()
         return taken | {"time/step_s": self._since - since}

@@ -21,7 +21,8 @@ _WANDB_MODES_WITHOUT_KEY = ("offline", "disabled", "dryrun")
 
 
 class TensorBoardWriter(Closing):
-    """Event files under `<run_dir>/tensorboard`, written by the tensorboard package (no TensorFlow, no torch).
+    """Event files under `<run_dir>/tensorboard`, written by the tensorboard package (no TensorFlow,
+    no torch).
 
     Events of an earlier process from `first_step` on are marked invalid, so no step appears twice.
     """
@@ -36,7 +37,9 @@ class TensorBoardWriter(Closing):
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         with naming(self._folder):
             self._writer = EventFileWriter(str(self._folder))
-            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+            self._writer.add_event(
+                event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start)
+            )
             self._writer.flush()
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
@@ -58,18 +61,28 @@ def check_wandb(options: WandbOptions) -> None:
     problem = ""
     if find_spec("wandb") is None:
         problem = "the package wandb is not installed; run `pip install wandb`"
-    elif not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY:
+    elif (
+        not os.environ.get("WANDB_API_KEY")
+        and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY
+    ):
         problem = "WANDB_API_KEY is not set; export it, or set WANDB_MODE=offline,"
     if problem:
-        raise ConfigError(f"logging.wandb.project={options.project}: {problem} or remove logging.wandb")
+        raise ConfigError(
+            f"logging.wandb.project={options.project}: {problem} or remove logging.wandb"
+        )
 
 
 class WandbWriter(Closing):
-    """One W&B run per run folder; a resumed run continues it, and W&B ignores steps that it already has."""
+    """One W&B run per run folder; a resumed run continues it, and W&B ignores steps that it already
+    has.
+    """
 
-    def __init__(self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, options: WandbOptions, config: Mapping[str, Any]
+    ) -> None:
         check_wandb(options)
-        wandb, id_file = importlib.import_module("wandb"), run_dir / _WANDB_ID_FILE
+        wandb = importlib.import_module("wandb")
+        id_file = run_dir / _WANDB_ID_FILE
         if not id_file.exists():
             write_atomically(id_file, [secrets.token_hex(8).encode()])
         self._run = wandb.init(

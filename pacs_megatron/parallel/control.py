@@ -1,8 +1,10 @@
-"""The CPU control channel, over which rank 0 sends decisions to all ranks. It uses gloo, because NCCL's watchdog ends
-long waits.
+"""The CPU control channel, over which rank 0 sends decisions to all ranks.
 
-Concurrency: while rank 0 waits for the driver it sends WAIT heartbeats, and the other ranks wait in `receive`. A signal
-on any rank reaches rank 0 with the next `poll`, and becomes a decision for all ranks.
+It uses gloo, because NCCL's watchdog ends long waits.
+
+Concurrency: while rank 0 waits for the driver it sends WAIT heartbeats, and the other ranks wait in
+`receive`. A signal on any rank reaches rank 0 with the next `poll`, and becomes a decision for all
+ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +38,10 @@ class ControlChannel:
         self.send({"kind": "wait"})
 
     def receive(self) -> dict[str, Any]:
-        """Every rank but 0: the next decision that is not a heartbeat. Calls `on_heartbeat` for each heartbeat."""
+        """Every rank but 0: the next decision that is not a heartbeat.
+
+        Calls `on_heartbeat` for each heartbeat.
+        """
         while True:
             received: dict[str, Any] = self.broadcast_json(None)
             if received["kind"] != "wait":
@@ -54,10 +59,13 @@ class ControlChannel:
         return bool(value)
 
     def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T:
-        """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks that do not run it). If
-        ranks fail, raises the PacsError of the lowest failed rank on all ranks, so that no rank waits in a collective
-        for a failed one, and all handle the same error. Collective."""
-        result, error = None, None
+        """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks
+        that do not run it). If ranks fail, raises the PacsError of the lowest failed rank on all
+        ranks, so that no rank waits in a collective for a failed one, and all handle the same
+        error. Collective.
+        """
+        result = None
+        error = None
         if only is None or only == self.rank.rank:
             try:
                 result = action()
@@ -68,6 +76,12 @@ class ControlChannel:
         dist.all_reduce(failed, group=self._group)
         if failed.any():
             first = int(failed.argmax())
-            name, message = broadcast_json([type(error).__name__, str(error)], src=first, group=self._group)
-            raise error if error is not None and first == self.rank.rank else named_error(name, message)
+            name, message = broadcast_json(
+                [type(error).__name__, str(error)], src=first, group=self._group
+            )
+            raise (
+                error
+                if error is not None and first == self.rank.rank
+                else named_error(name, message)
+            )
         return cast("T", result)

@@ -1,8 +1,9 @@
 """Runs Megatron-Core on a host without CUDA; no other module redirects CUDA calls.
 
-Megatron-Core uses CUDA directly and has no CPU mode. Without CUDA, `install` replaces the global name `torch` in every
-`megatron.core` module, loaded or not yet imported, by a stand-in that sends those calls to the CPU and all others to the
-real torch. The torch module itself does not change. With CUDA, `install` does nothing.
+Megatron-Core uses CUDA directly and has no CPU mode. Without CUDA, `install` replaces the global
+name `torch` in every `megatron.core` module, loaded or not yet imported, by a stand-in that sends
+those calls to the CPU and all others to the real torch. The torch module itself does not change.
+With CUDA, `install` does nothing.
 """
 
 import contextlib
@@ -77,7 +78,11 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _STAND_IN = _TorchOnCpu("torch")
-for _name in (*_FACTORIES, *_FACTORIES_WITH_LIKE, *(f"{name}_like" for name in _FACTORIES_WITH_LIKE)):
+for _name in (
+    *_FACTORIES,
+    *_FACTORIES_WITH_LIKE,
+    *(f"{name}_like" for name in _FACTORIES_WITH_LIKE),
+):
     setattr(_STAND_IN, _name, _on_cpu(getattr(torch, _name)))
 
 
@@ -91,7 +96,8 @@ _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
         "_get_cuda_rng_state": lambda *_a, **_k: torch.get_rng_state(),
         "_set_cuda_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
     },
-    # It converts the sizes of an all-to-all to numpy only when they come from a GPU. gloo needs numpy too.
+    # It converts the sizes of an all-to-all to numpy only when they come from a GPU. gloo needs
+    # numpy too.
     f"{PREFIX}.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": _on_host},
 }
 
@@ -137,7 +143,10 @@ class _RedirectingFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> bool:
-    """Redirects Megatron's CUDA calls to the CPU if there is no CUDA. Returns whether they are redirected."""
+    """Redirects Megatron's CUDA calls to the CPU if there is no CUDA.
+
+    Returns whether they are redirected.
+    """
     if torch.cuda.is_available():
         return False
     if not any(isinstance(finder, _RedirectingFinder) for finder in sys.meta_path):
@@ -150,16 +159,23 @@ def install() -> bool:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Inside the block the type name of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()` returns the tensor itself.
-    Only Megatron's constructors (optimizer, tied embeddings) check these names."""
+    """Inside the block the type name of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()`
+    returns the tensor itself. Only Megatron's constructors (optimizer, tied embeddings) check these
+    names.
+    """
     if torch.cuda.is_available():
         yield
         return
-    real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
+    real_type = torch.Tensor.type
+    real_cuda = torch.Tensor.cuda
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = real_type(self, *args, **kwargs)
-        if isinstance(name, str) and name.startswith("torch.") and not name.startswith("torch.cuda."):
+        if (
+            isinstance(name, str)
+            and name.startswith("torch.")
+            and not name.startswith("torch.cuda.")
+        ):
             return "torch.cuda." + name.removeprefix("torch.")
         return name
 

@@ -1,4 +1,7 @@
-"""Process groups of a Layout. Only this module initializes `torch.distributed` and Megatron's parallel state."""
+"""Process groups of a Layout.
+
+Only this module initializes `torch.distributed` and Megatron's parallel state.
+"""
 
 import contextlib
 import datetime
@@ -30,15 +33,23 @@ class Rank:
     pp: int
     ep: int
     device: torch.device
-    control: dist.ProcessGroup  # gloo over all ranks, for decisions and host buffers; has its own long timeout
-    model_parallel: dist.ProcessGroup  # gloo over the tp x pp x cp ranks of this data-parallel replica
+    control: (
+        dist.ProcessGroup
+    )  # gloo over all ranks, for decisions and host buffers; has its own long timeout
+    model_parallel: (
+        dist.ProcessGroup
+    )  # gloo over the tp x pp x cp ranks of this data-parallel replica
     model_parallel_ranks: tuple[int, ...]
-    """global ranks of `model_parallel`; the first is the head, which receives the tokens of the replica"""
+    """global ranks of `model_parallel`; the first is the head, which receives the tokens of the
+    replica
+    """
     heads: tuple[int, ...]  # global rank of every replica's head, by data-parallel rank
 
     @property
     def is_head(self) -> bool:
-        """Whether this is the first rank of its replica, which receives the replica's share of a step."""
+        """Whether this is the first rank of its replica, which receives the replica's share of a
+        step.
+        """
         return self.rank == self.model_parallel_ranks[0]
 
 
@@ -62,28 +73,38 @@ def _rendezvous(place: RankPlace, backend: str) -> None:
 
 
 def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
-    """Creates every process group of `layout` and seeds Megatron's generators. Collective; once per process.
+    """Creates every process group of `layout` and seeds Megatron's generators.
 
-    Raises ConfigError if the number of started ranks does not fit the layout, ConnectError if the ranks cannot connect.
+    Collective; once per process.
+
+    Raises ConfigError if the number of started ranks does not fit the layout, ConnectError if the
+    ranks cannot connect.
     """
     if layout.world_size % layout.model_parallel_size:
         raise ConfigError(
-            f"world size {layout.world_size} is not a multiple of parallel.tp*pp*cp = {layout.tp}*{layout.pp}*"
-            f"{layout.cp} = {layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} ranks"
+            f"world size {layout.world_size} is not a multiple of parallel.tp*pp*cp = "
+            f"{layout.tp}*{layout.pp}*"
+            f"{layout.cp} = {layout.model_parallel_size}; start a multiple of "
+            f"{layout.model_parallel_size} ranks"
         )
     on_cpu = cpu_redirects.install()
     from megatron.core import parallel_state, tensor_parallel
 
     place = started_place()
     if place.world_size != layout.world_size:
-        raise ConfigError(f"{place.world_size} ranks were started but the layout has {layout.world_size}")
+        raise ConfigError(
+            f"{place.world_size} ranks were started but the layout has {layout.world_size}"
+        )
     device = torch.device("cpu")
     if not on_cpu:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     # Megatron numbers the ranks by tp, cp, dp, pp, the first fastest.
     dp_of_rank = [rank // (layout.tp * layout.cp) % layout.dp for rank in range(layout.world_size)]
-    replicas = [[rank for rank, dp in enumerate(dp_of_rank) if dp == replica] for replica in range(layout.dp)]
+    replicas = [
+        [rank for rank, dp in enumerate(dp_of_rank) if dp == replica]
+        for replica in range(layout.dp)
+    ]
     with _connecting(place):
         if not dist.is_initialized():
             _rendezvous(place, "gloo" if on_cpu else "nccl")
@@ -120,23 +141,33 @@ def initialize(layout: Layout, *, seed: int, control_timeout_s: float) -> Rank:
 
 @contextlib.contextmanager
 def _connecting(place: RankPlace) -> Iterator[None]:
-    """Converts the errors of stores, gloo and NCCL, which have no exception classes, to ConnectError."""
+    """Converts the errors of stores, gloo and NCCL, which have no exception classes, to
+    ConnectError.
+    """
     address = f"{place.master_addr}:{place.master_port}" if place.master_addr else "this process"
     try:
         with report_wait(f"for {place.world_size} ranks to connect to {address}"):
             yield
     except RuntimeError as error:
-        raise ConnectError(f"the {place.world_size} ranks cannot connect to {address}", error) from error
+        raise ConnectError(
+            f"the {place.world_size} ranks cannot connect to {address}", error
+        ) from error
 
 
 def with_own_control(rank: Rank, timeout_s: float) -> Rank:
-    """`rank` with another control group, for a thread: collectives of two threads need two groups. Collective."""
-    return replace(rank, control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)))
+    """`rank` with another control group, for a thread: collectives of two threads need two groups.
+
+    Collective.
+    """
+    return replace(
+        rank, control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    )
 
 
 def shutdown(*, keep_world: bool = False) -> None:
-    """Destroys all groups after a normal end; `keep_world`: but the one of all ranks, for `initialize` with another layout.
-    Must not be called after an exception in a rank."""
+    """Destroys all groups after a normal end; `keep_world`: but the one of all ranks, for
+    `initialize` with another layout. Must not be called after an exception in a rank.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,7 @@
-"""Host data between ranks over gloo: flat arrays and plain JSON values. No pickled objects, no Python list of tokens."""
+"""Host data between ranks over gloo: flat arrays and plain JSON values.
+
+No pickled objects, no Python list of tokens.
+"""
 
 import json
 from collections.abc import Mapping
@@ -34,12 +37,17 @@ def broadcast_bytes(data: bytes, *, src: int, group: dist.ProcessGroup) -> bytes
 
 
 def broadcast_json(value: Any, *, src: int, group: dist.ProcessGroup) -> Any:
-    """`value` of global rank `src`, on every rank of `group`: plain JSON values. Other ranks pass anything."""
+    """`value` of global rank `src`, on every rank of `group`: plain JSON values.
+
+    Other ranks pass anything.
+    """
     data = json.dumps(value).encode() if dist.get_rank() == src else b""
     return json.loads(broadcast_bytes(data, src=src, group=group))
 
 
-def broadcast_arrays(arrays: Arrays | None, *, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
+def broadcast_arrays(
+    arrays: Arrays | None, *, src: int, group: dist.ProcessGroup
+) -> dict[str, np.ndarray]:
     """As `broadcast_json`."""
     data = pack_arrays(arrays or {}) if dist.get_rank() == src else b""
     return unpack_arrays(broadcast_bytes(data, src=src, group=group))
@@ -61,9 +69,12 @@ def receive_arrays(*, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarra
     return unpack_arrays(payload.numpy().tobytes())
 
 
-def gather_arrays(arrays: Arrays, *, group: dist.ProcessGroup) -> list[dict[str, np.ndarray]] | None:
+def gather_arrays(
+    arrays: Arrays, *, group: dist.ProcessGroup
+) -> list[dict[str, np.ndarray]] | None:
     """The arrays of every rank, by rank, on global rank 0; None elsewhere. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if rank:
         send_arrays(arrays, dst=0, group=group)
         return None
@@ -79,12 +90,19 @@ def gather_json(value: Any, *, group: dist.ProcessGroup) -> list[Any] | None:
 
 def _tensor(data: bytes) -> torch.Tensor:
     """The data as a uint8 tensor; a copy, because torch has no read-only tensors."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
-def all_gather_by_index(values: Mapping[int, float], size: int, *, group: dist.ProcessGroup) -> torch.Tensor:
-    """float64 [size] with each rank's `values` at their index, NaN where no rank has one: gathered, so every bit is kept.
-    Ranks of one replica may set the same positions."""
+def all_gather_by_index(
+    values: Mapping[int, float], size: int, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """float64 [size] with each rank's `values` at their index, NaN where no rank has one: gathered,
+    so every bit is kept. Ranks of one replica may set the same positions.
+    """
     own = torch.zeros(2, size, dtype=torch.float64)
     index = torch.tensor(list(values), dtype=torch.int64)
     own[0, index] = torch.tensor(list(values.values()), dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""The critic, a MegatronPolicy whose model returns values instead of log-probs, and the advantages from its values."""
+"""The critic, a MegatronPolicy whose model returns values instead of log-probs, and the advantages
+from its values.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,10 +21,15 @@ _FLOOR = 1e-8
 class Critic(MegatronPolicy):
     """`logprobs` and `update` of MegatronPolicy; the objective is `Objective.critic`."""
 
-    def _metrics(self, prepared: Prepared, sums: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    def _metrics(
+        self, prepared: Prepared, sums: Mapping[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """`critic/*`, means over the response tokens."""
         count = max(sums["sum/tokens"], 1.0)
-        mean = {name: sums[f"sum/{name}"] / count for name in ("return", "return_square", "error", "error_square")}
+        mean = {
+            name: sums[f"sum/{name}"] / count
+            for name in ("return", "return_square", "error", "error_square")
+        }
         variance = mean["return_square"] - mean["return"] ** 2
         unexplained = mean["error_square"] - mean["error"] ** 2
         metrics = {name: value for name, value in sums.items() if name.startswith("critic/")} | {
@@ -36,10 +43,12 @@ class Critic(MegatronPolicy):
     def with_estimates(
         self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective
     ) -> tuple[SampleFacts, list[MiniBatch]]:
-        """(facts with each sample's mean |A|, mini-batches with returns and advantages). Collective.
+        """(facts with each sample's mean |A|, mini-batches with returns and advantages).
 
-        Whitens the advantages over the step's tokens. Equal values give the same bits on every rank and in every layout.
-        Raises NonFiniteError on all ranks.
+        Collective.
+
+        Whitens the advantages over the step's tokens. Equal values give the same bits on every rank
+        and in every layout. Raises NonFiniteError on all ranks.
         """
         advantages: list[dict[int, np.ndarray]] = []
         returns: list[dict[int, np.ndarray]] = []
@@ -54,14 +63,22 @@ class Critic(MegatronPolicy):
         count = int(facts.response_lens.sum())
         sums = [{row: float(a.sum()) for row, a in own.items()} for own in advantages]
         mean = self._by_sample(facts, minibatches, sums).sum() / count
-        squares = [{row: float(np.square(a - mean).sum()) for row, a in own.items()} for own in advantages]
+        squares = [
+            {row: float(np.square(a - mean).sum()) for row, a in own.items()} for own in advantages
+        ]
         variance = self._by_sample(facts, minibatches, squares).sum() / max(count - 1, 1)
         if not math.isfinite(variance):
             raise NonFiniteError("a value of the critic is not finite; no weight was changed")
-        white = [{row: (a - mean) / math.sqrt(variance + _FLOOR) for row, a in own.items()} for own in advantages]
+        white = [
+            {row: (a - mean) / math.sqrt(variance + _FLOOR) for row, a in own.items()}
+            for own in advantages
+        ]
         sizes = [{row: float(np.abs(a).mean()) for row, a in own.items()} for own in white]
         return replace(facts, advantage_abs=self._by_sample(facts, minibatches, sizes)), [
-            replace(minibatch, estimates={"advantage": _float32(a), "return": _float32(g), **minibatch.estimates})
+            replace(
+                minibatch,
+                estimates={"advantage": _float32(a), "return": _float32(g), **minibatch.estimates},
+            )
             for a, g, minibatch in zip(white, returns, minibatches, strict=True)
         ]
 
@@ -76,7 +93,9 @@ def critic_optimizer(options: OptimizerOptions, lr: float) -> OptimizerOptions:
 
 
 def critic_report(policy: UpdateReport | None, critic: UpdateReport) -> UpdateReport:
-    """The report of one update of both models, or of the critic alone during its warm-up (`policy` is None)."""
+    """The report of one update of both models, or of the critic alone during its warm-up (`policy`
+    is None).
+    """
     report = policy or UpdateReport(grad_norm=0.0, is_clipped=False, lr=0.0, metrics={})
     own = {name: value for name, value in critic.metrics.items() if name.startswith("critic/")}
     own |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """float32 [tensors] per module with delayed scaling: the row of its amax history that casts write to."""
+    """float32 [tensors] per module with delayed scaling: the row of its amax history that casts
+    write to.
+    """
     for chunk in chunks:
         for module in chunk.modules():
             for key in ("scaling_fwd", "scaling_bwd"):
@@ -19,8 +21,10 @@ def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restores the state of FP8 after a pass without gradient: the amax histories of delayed scaling, and the queues of
-    recomputation. Transformer Engine fills both, and the next update would compute its scales from them."""
+    """Restores the state of FP8 after a pass without gradient: the amax histories of delayed
+    scaling, and the queues of recomputation. Transformer Engine fills both, and the next update
+    would compute its scales from them.
+    """
     before = {amax.data_ptr(): amax.clone() for amax in _newest_amax(chunks)}
     try:
         yield

@@ -1,8 +1,10 @@
-"""Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any vocabulary.
+"""Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any
+vocabulary.
 
-The [chunk, v] logits exist for one chunk of positions at a time. The forward pass computes the gradients if it knows the
-derivative of the loss; otherwise the backward pass computes the logits again. The vocabulary is split over the
-tensor-parallel ranks; padded rows have probability 0. Hidden states in fp32 and weights in bf16 give fp32 logits.
+The [chunk, v] logits exist for one chunk of positions at a time. The forward pass computes the
+gradients if it knows the derivative of the loss; otherwise the backward pass computes the logits
+again. The vocabulary is split over the tensor-parallel ranks; padded rows have probability 0.
+Hidden states in fp32 and weights in bf16 give fp32 logits.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,9 @@ from torch import Tensor
 from pacs_megatron.contracts.layout import logits_per_chunk
 
 LossGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(positions, log-probs [c], entropies [c]) -> derivatives of the loss by both, float32 [c]; None: none by entropies"""
+"""(positions, log-probs [c], entropies [c]) -> derivatives of the loss by both, float32 [c]; None:
+none by entropies
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +45,14 @@ class _Head:
         return max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start))
 
     def chunks(self, num_positions: int) -> list[slice]:
-        """Slices of the positions. They depend on the device's total memory only: other chunks may change the bits."""
+        """Slices of the positions.
+
+        They depend on the device's total memory only: other chunks may change the bits.
+        """
         device = self.weight.device
-        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        total = (
+            torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        )
         size = max(1, logits_per_chunk(total) // self.weight.shape[0])
         return [slice(start, start + size) for start in range(0, num_positions, size)]
 
@@ -75,7 +84,10 @@ class _Head:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs, log of the partition function, entropies), [c] each. With `loss_gradient` keeps `logits`."""
+        """(log-probs, log of the partition function, entropies), [c] each.
+
+        With `loss_gradient` keeps `logits`.
+        """
         top = logits.max(dim=-1).values
         self.reduce(top, dist.ReduceOp.MAX)
         logits = logits.sub_(top[:, None]) if self.loss_gradient is None else logits - top[:, None]
@@ -101,7 +113,10 @@ class _Head:
         upstream: Tensor,
         by_entropy: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Gradient [c, v / tp] in the weights' dtype; overwrites `logits`. `by_entropy`: (derivatives, entropies)."""
+        """Gradient [c, v / tp] in the weights' dtype; overwrites `logits`.
+
+        `by_entropy`: (derivatives, entropies).
+        """
         logits.sub_(log_z[:, None])
         slope = None
         if by_entropy is not None:
@@ -127,7 +142,9 @@ class _Gradients:
         self.of_hidden = torch.empty_like(hidden)
         # Several chunks accumulate in fp32, because bf16 loses small contributions.
         is_one_chunk = len(head.chunks(hidden.shape[0])) <= 1
-        self.of_weight = torch.zeros_like(head.weight, dtype=head.weight.dtype if is_one_chunk else torch.float32)
+        self.of_weight = torch.zeros_like(
+            head.weight, dtype=head.weight.dtype if is_one_chunk else torch.float32
+        )
 
     def add(self, positions: slice, hidden: Tensor, of_logits: Tensor) -> None:
         """One chunk: `hidden` [c, h] and the gradient of its logits."""
@@ -137,7 +154,10 @@ class _Gradients:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` in fp32. On CUDA bf16 factors accumulate and return fp32; on the CPU they are cast first."""
+    """`a @ b` in fp32.
+
+    On CUDA bf16 factors accumulate and return fp32; on the CPU they are cast first.
+    """
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -155,22 +175,31 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor]:
         gradients = None if head.loss_gradient is None else _Gradients(head, hidden)
-        logprobs, log_z, entropies = [], [], []
+        logprobs = []
+        log_z = []
+        entropies = []
         for positions in head.chunks(hidden.shape[0]):
             logits = head.logits(hidden[positions])
             logprob, chunk_log_z, entropy = head.statistics(logits, targets[positions])
             if gradients is not None and head.loss_gradient is not None:
                 upstream, of_entropy = head.loss_gradient(positions, logprob, entropy)
-                by_entropy = None if of_entropy is None or entropy is None else (of_entropy, entropy)
-                of_logits = head.gradient_of_logits(logits, targets[positions], chunk_log_z, upstream, by_entropy)
+                by_entropy = (
+                    None if of_entropy is None or entropy is None else (of_entropy, entropy)
+                )
+                of_logits = head.gradient_of_logits(
+                    logits, targets[positions], chunk_log_z, upstream, by_entropy
+                )
                 gradients.add(positions, hidden[positions], of_logits)
             logprobs.append(logprob)
             log_z.append(chunk_log_z)
             if entropy is not None:
                 entropies.append(entropy)
-        joined, all_entropies = _join(logprobs, hidden), _join(entropies, hidden)
+        joined = _join(logprobs, hidden)
+        all_entropies = _join(entropies, hidden)
         ctx.head = head
         if gradients is None:
             ctx.save_for_backward(hidden, targets, _join(log_z, hidden), all_entropies.detach())
@@ -192,7 +221,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         gradients = _Gradients(head, hidden)
         for positions in head.chunks(hidden.shape[0]):
             logits = head.logits(hidden[positions])
-            by_entropy = None if of_entropies is None else (of_entropies[positions], entropies[positions])
+            by_entropy = (
+                None if of_entropies is None else (of_entropies[positions], entropies[positions])
+            )
             of_logits = head.gradient_of_logits(
                 logits, targets[positions], log_z[positions], of_logprobs[positions], by_entropy
             )
@@ -201,12 +232,15 @@ class _ChunkedLogProb(torch.autograd.Function):
 
 
 def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
-    """The chunks as one new tensor. Log-probs and entropies need separate tensors, also without rows: a shared one,
-    marked as not differentiable, would skip the backward pass of a padding micro-batch, and peers would hang."""
+    """The chunks as one new tensor.
+
+    Log-probs and entropies need separate tensors, also without rows: a shared one, marked as not
+    differentiable, would skip the backward pass of a padding micro-batch, and peers would hang.
+    """
     return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
 
 
-def token_logprobs(  # noqa: PLR0913
+def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -220,17 +254,22 @@ def token_logprobs(  # noqa: PLR0913
     """Log-probs of `targets` and entropies of the whole distributions, nats.
 
     Args:
-        hidden: [t, hidden], final hidden states of the predicting positions, equal on all tensor-parallel ranks; its
-            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums the parts).
+        hidden: [t, hidden], final hidden states of the predicting positions, equal on all
+            tensor-parallel ranks; its
+            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums
+            the parts).
         weight: [v / tp, hidden], this rank's rows of the output embedding, padded rows included.
         targets: int64 [t], token ids.
         vocab_size: true size; columns from it on are padding.
         group: tensor-parallel group.
-        loss_gradient: the derivative of the loss, where a token's derivative depends on no other token's log-prob.
-            Gradients are then computed in the forward pass; the backward pass ignores its input, this derivative.
+        loss_gradient: the derivative of the loss, where a token's derivative depends on no other
+            token's log-prob.
+            Gradients are then computed in the forward pass; the backward pass ignores its input,
+            this derivative.
 
     Returns:
-        float32 [t] log-probs and float32 [t] entropies (empty unless `want_entropy`), both with gradient.
+        float32 [t] log-probs and float32 [t] entropies (empty unless `want_entropy`), both with
+        gradient.
     """
     head = _Head(
         weight=weight.detach(),

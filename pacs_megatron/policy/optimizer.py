@@ -1,4 +1,6 @@
-"""Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite gradients."""
+"""Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite
+gradients.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -41,7 +43,8 @@ class Optimizer:
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            # Checkpoints have fp32 weights, so every optimizer reads the checkpoints of every other one.
+            # Checkpoints have fp32 weights, so every optimizer reads the checkpoints of every other
+            # one.
             store_param_remainders=False,
             **megatron_options,
         )
@@ -57,7 +60,8 @@ class Optimizer:
             max_lr=options.lr,
             min_lr=options.lr if options.schedule == "constant" else options.min_lr,
             lr_warmup_steps=min(options.warmup_updates, max(total_updates - 1, 0)),
-            # The last update uses min_lr. A min_lr of 0 comes one update later: a rate of 0 changes nothing.
+            # The last update uses min_lr. A min_lr of 0 comes one update later: a rate of 0 changes
+            # nothing.
             lr_decay_steps=max(total_updates, 1) + (options.min_lr == 0),
             lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
@@ -84,24 +88,37 @@ class Optimizer:
                 yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and Adam's state of this rank; in fp32 the master weights are the model's own parameters."""
+        """Master weights and Adam's state of this rank; in fp32 the master weights are the model's
+        own parameters.
+        """
         for adam in self.adams():
             for group in adam.param_groups:
                 yield from group["params"]
-            yield from (value for state in adam.state.values() for value in state.values() if torch.is_tensor(value))
+            yield from (
+                value
+                for state in adam.state.values()
+                for value in state.values()
+                if torch.is_tensor(value)
+            )
 
     def advance_schedule(self, position: int) -> None:
-        """Moves the schedule to `position`, in planned updates; a step with too few groups skips some of its updates."""
+        """Moves the schedule to `position`, in planned updates; a step with too few groups skips
+        some of its updates.
+        """
         self.schedule.step(increment=max(0, position - self.num_updates))
 
     @property
     def adam_step(self) -> int:
         """Number of Adam's updates since its moments were 0, for the bias correction."""
-        entries = (entry for adam in self.adams() for entry in (*adam.state.values(), *adam.param_groups))
+        entries = (
+            entry for adam in self.adams() for entry in (*adam.state.values(), *adam.param_groups)
+        )
         return max((int(entry.get("step", 0)) for entry in entries), default=0)
 
     def set_adam_step(self, step: int) -> None:
-        """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter group."""
+        """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter
+        group.
+        """
         for adam in self.adams():
             for group in adam.param_groups:
                 if not isinstance(adam, torch.optim.AdamW):
@@ -113,7 +130,9 @@ class Optimizer:
     def _create_state(self) -> None:
         """Creates the moments, so a checkpoint of step 0 has the same tensors as any other."""
         for adam in self.adams():
-            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            for parameter in (
+                parameter for group in adam.param_groups for parameter in group["params"]
+            ):
                 state = adam.state[parameter]
                 if not state and getattr(adam, "master_weights", False):
                     adam.initialize_state(parameter, store_param_remainders=False)
@@ -124,7 +143,9 @@ class Optimizer:
         self.share_state(is_loaded=False)
 
     def share_state(self, *, is_loaded: bool = True) -> None:
-        """Copies the state of a partly off-loaded optimizer to or from the second record that checkpoints use."""
+        """Copies the state of a partly off-loaded optimizer to or from the second record that
+        checkpoints use.
+        """
         for part in self.optimizers():
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 if is_loaded:
@@ -137,10 +158,14 @@ class Optimizer:
         for adam in self.adams():
             for parameter, state in adam.state.items():
                 if "master_param" in state and state["master_param"] is not parameter:
-                    state["master_param"].copy_(parameter.detach())  # Megatron does not reload FusedAdam's
+                    state["master_param"].copy_(
+                        parameter.detach()
+                    )  # Megatron does not reload FusedAdam's
 
     def reset_moments(self) -> None:
-        """Sets Adam's moments and step to 0 (after a reference reset); master weights and schedule stay."""
+        """Sets Adam's moments and step to 0 (after a reference reset); master weights and schedule
+        stay.
+        """
         for adam in self.adams():
             for state in adam.state.values():
                 state["exp_avg"].zero_()
@@ -154,14 +179,19 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[float, float]:
-        """Clips by the global norm and updates. Returns (norm before clipping, learning rate). Collective.
-        Raises NonFiniteError on every rank, before any weight changes, when the norm is not finite."""
+        """Clips by the global norm and updates.
+
+        Returns (norm before clipping, learning rate). Collective. Raises NonFiniteError on every
+        rank, before any weight changes, when the norm is not finite.
+        """
         found_inf = self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if found_inf or not math.isfinite(norm):
             raise NonFiniteError(
-                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was changed; check the last "
-                "rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, or train in fp32 to find the cause"
+                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was "
+                "changed; check the last "
+                "rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, or train in "
+                "fp32 to find the cause"
             )
         self.schedule.step(increment=1)
         if self.clips(norm):
@@ -177,6 +207,8 @@ class Optimizer:
         for part in self.optimizers():
             # The precision-aware optimizer's gradient has another type than its weight.
             name = "decoupled_grad" if part.config.use_precision_aware_optimizer else "grad"
-            gradients = [g for p in part.get_parameters() if (g := getattr(p, name, None)) is not None]
+            gradients = [
+                g for p in part.get_parameters() if (g := getattr(p, name, None)) is not None
+            ]
             if gradients:
                 torch._foreach_mul_(gradients, factor)

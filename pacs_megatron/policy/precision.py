@@ -1,4 +1,6 @@
-"""Finds the accelerator software (Transformer Engine, NVIDIA Apex, FP8) and sets Megatron's precision arguments."""
+"""Finds the accelerator software (Transformer Engine, NVIDIA Apex, FP8) and sets Megatron's
+precision arguments.
+"""
 
 import dataclasses
 import importlib.util
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _TE_RANGES = {(0, 16): ((2, 9), (2, 12)), (0, 19): ((2, 14), (2, 21))}
-"""megatron-core -> Transformer Engine from, below: what each one requires (its pyproject and its imports)."""
+"""megatron-core -> Transformer Engine from, below: what each one requires (its pyproject and its
+imports).
+"""
 _NEEDS = {
     "delayed": ((2, 1), (8, 9), (0, 0)),
     "tensorwise": ((2, 2), (8, 9), (0, 0)),
@@ -34,7 +38,9 @@ class Machine:
     transformer_engine: tuple[int, int] | None  # (major, minor), None when it is not installed
     apex: bool  # NVIDIA Apex's fused kernels are importable
     megatron: tuple[int, int]  # (major, minor) of megatron-core
-    foreign_apex: bool  # a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)
+    foreign_apex: (
+        bool  # a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)
+    )
 
 
 def _pair(version: str | None) -> tuple[int, int] | None:
@@ -47,12 +53,16 @@ def _pair(version: str | None) -> tuple[int, int] | None:
 def inspect_machine() -> Machine:
     """Inspects this machine without importing the packages."""
     cuda = torch.cuda.is_available()
-    has_apex_name, has_apex_kernels = (importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))
+    has_apex_name, has_apex_kernels = (
+        importlib.util.find_spec(name) is not None for name in ("apex", "amp_C")
+    )
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
         cuda_version=_pair(torch.version.cuda),
-        transformer_engine=_pair(installed("transformer-engine") or installed("transformer-engine-torch")),
+        transformer_engine=_pair(
+            installed("transformer-engine") or installed("transformer-engine-torch")
+        ),
         apex=has_apex_name and has_apex_kernels,
         megatron=_pair(installed("megatron-core")) or (0, 16),
         foreign_apex=has_apex_name and not has_apex_kernels,
@@ -60,23 +70,31 @@ def inspect_machine() -> Machine:
 
 
 def uses_transformer_engine(dtype: torch.dtype, machine: Machine) -> bool:
-    """Whether the layers are Transformer Engine's. Its attention does not support fp32; fp32 uses the local layers."""
+    """Whether the layers are Transformer Engine's.
+
+    Its attention does not support fp32; fp32 uses the local layers.
+    """
     return machine.cuda and machine.transformer_engine is not None and dtype is torch.bfloat16
 
 
 def check(options: PrecisionOptions, machine: Machine) -> None:
-    """Raises ConfigError, with the reason, if this GPU, CUDA or Transformer Engine does not support `options`."""
+    """Raises ConfigError, with the reason, if this GPU, CUDA or Transformer Engine does not support
+    `options`.
+    """
     if machine.cuda and machine.transformer_engine is not None:
         megatron = max(version for version in _TE_RANGES if version <= machine.megatron)
         low, high = _TE_RANGES[megatron]
         if not low <= machine.transformer_engine < high:
             raise ConfigError(
-                f"Transformer Engine {_text(machine.transformer_engine)} is not supported by megatron-core "
-                f"{_text(megatron)}, which needs >= {_text(low)} and < {_text(high)}; install such a transformer-engine"
+                f"Transformer Engine {_text(machine.transformer_engine)} is not supported by "
+                "megatron-core "
+                f"{_text(megatron)}, which needs >= {_text(low)} and < {_text(high)}; install "
+                "such a transformer-engine"
             )
     if options.fp8 is None:
         return
-    where, edges = f"precision.fp8.recipe={options.fp8.recipe}", options.fp8.first_last_layers_bf16
+    where = f"precision.fp8.recipe={options.fp8.recipe}"
+    edges = options.fp8.first_last_layers_bf16
     if options.fp8.recipe == "delayed" and edges:
         raise ConfigError(
             f"precision.fp8.first_last_layers_bf16={edges} cannot be combined with {where}: "
@@ -84,10 +102,14 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
         )
     if not machine.cuda:
         raise ConfigError(
-            f"{where} needs a CUDA GPU, but none was found; remove precision.fp8 to train in bf16 or fp32"
+            f"{where} needs a CUDA GPU, but none was found; remove precision.fp8 to train in bf16 "
+            "or fp32"
         )
     if machine.transformer_engine is None:
-        raise ConfigError(f"{where} needs Transformer Engine, which is not installed; install transformer-engine 2.11")
+        raise ConfigError(
+            f"{where} needs Transformer Engine, which is not installed; install "
+            "transformer-engine 2.11"
+        )
     engine, capability, cuda = _NEEDS[options.fp8.recipe]
     for name, needed, found, owner in (
         ("Transformer Engine", engine, machine.transformer_engine, "this is"),
@@ -97,7 +119,8 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
         if found is None or found < needed:
             have = "unknown" if found is None else _text(found)
             raise ConfigError(
-                f"{where} needs {name} >= {_text(needed)}, {owner} {have}; change it or remove precision.fp8"
+                f"{where} needs {name} >= {_text(needed)}, {owner} {have}; change it or remove "
+                "precision.fp8"
             )
 
 
@@ -110,18 +133,33 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
     fp8 = "off" if options.fp8 is None else f"{options.fp8.recipe}/{options.fp8.format}"
     engine = machine.transformer_engine
     if not machine.cuda:
-        used, missing = "local layers, torch AdamW", "no CUDA"
+        used = "local layers, torch AdamW"
+        missing = "no CUDA"
     else:
         has = {"Transformer Engine": engine is not None, "NVIDIA Apex": machine.apex}
         missing = ", ".join(name for name, is_present in has.items() if not is_present)
-        used = "local layers" if engine is None else "local layers (Transformer Engine's attention has no fp32)"
+        used = (
+            "local layers"
+            if engine is None
+            else "local layers (Transformer Engine's attention has no fp32)"
+        )
         if engine is not None and options.dtype == "bf16":
             used = f"Transformer Engine {_text(engine)}"
-        optimizer = "Transformer Engine" if engine is not None else "Apex" if machine.apex else "torch (AdamW)"
+        optimizer = (
+            "Transformer Engine"
+            if engine is not None
+            else "Apex"
+            if machine.apex
+            else "torch (AdamW)"
+        )
         used += f", FusedAdam of {optimizer}"
-    line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (f"; missing: {missing}" if missing else "")
+    line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (
+        f"; missing: {missing}" if missing else ""
+    )
     if machine.foreign_apex:
-        line += "; the installed package 'apex' is PyPI's web toolkit, not NVIDIA Apex: uninstall it"
+        line += (
+            "; the installed package 'apex' is PyPI's web toolkit, not NVIDIA Apex: uninstall it"
+        )
     return line
 
 
@@ -160,8 +198,12 @@ def token_multiple(options: PrecisionOptions) -> int:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def megatron_options(target: type, options: MegatronOptions, machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of Megatron's dataclass `target` that `parallel.megatron` names, with this machine's defaults."""
+def megatron_options(
+    target: type, options: MegatronOptions, machine: Machine, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The fields of Megatron's dataclass `target` that `parallel.megatron` names, with this
+    machine's defaults.
+    """
     given = {name: value for name, value in options.model_dump().items() if value is not None}
     given |= {name: _DTYPES[given[name]] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     overlap = given.setdefault("overlap_grad_reduce", machine.cuda)
@@ -172,12 +214,17 @@ def megatron_options(target: type, options: MegatronOptions, machine: Machine, d
 
 
 def start_userbuffers(config: "TransformerConfig", tokens: int) -> None:
-    """Creates Transformer Engine's buffers of `tp_comm_overlap` for `tokens` per micro-batch. Collective; once a run."""
+    """Creates Transformer Engine's buffers of `tp_comm_overlap` for `tokens` per micro-batch.
+
+    Collective; once a run.
+    """
     from transformer_engine.pytorch.module import base
 
-    modes, has_fp8 = base.UserBufferQuantizationMode, config.fp8 is not None
+    modes = base.UserBufferQuantizationMode
+    has_fp8 = config.fp8 is not None
     base.initialize_ub(
         [tokens, config.hidden_size],
         config.tensor_model_parallel_size,
-        quantization_modes=[modes.FP8] * has_fp8 + [modes.NONE] * (not has_fp8 or config.first_last_layers_bf16),
+        quantization_modes=[modes.FP8] * has_fp8
+        + [modes.NONE] * (not has_fp8 or config.first_last_layers_bf16),
     )

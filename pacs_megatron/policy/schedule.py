@@ -25,15 +25,22 @@ def run_schedule(
     loss: UpdateLoss | None = None,
     routing: Routing | None = None,
 ) -> list[Any]:
-    """The results of `after` (which returns loss, result) by micro-batch on the last pipeline stage; [] elsewhere."""
+    """The results of `after` (which returns loss, result) by micro-batch on the last pipeline
+    stage; [] elsewhere.
+    """
 
     def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-        batch, inner = next(iterator), unwrap(model)
+        batch = next(iterator)
+        inner = unwrap(model)
         inner.want_entropy = loss is not None
         inner.loss_gradient = None if loss is None else loss.gradient(batch)
         with contextlib.nullcontext() if routing is None else routing.around(inner, batch):
             output = model(
-                batch.input_ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed
+                batch.input_ids,
+                batch.position_ids,
+                None,
+                labels=batch.labels,
+                packed_seq_params=batch.packed,
             )
 
         def finish(output: Any) -> tuple[Tensor, Tensor, Any]:
@@ -66,29 +73,40 @@ def forward(
     stoppable: StoppablePass | None = None,
     routing: Routing | None = None,
 ) -> list[Tensor]:
-    """Log-probs, float32 [local] without gradient, of every micro-batch on the last pipeline stage; [] elsewhere.
-    Raises Interrupted on every rank after a stop request during `stoppable`, which has the same micro-batches."""
+    """Log-probs, float32 [local] without gradient, of every micro-batch on the last pipeline stage;
+    [] elsewhere. Raises Interrupted on every rank after a stop request during `stoppable`, which
+    has the same micro-batches.
+    """
     iterators = [
-        iter(batches) if stoppable is None else stoppable.iterate(polls=chunk == 0) for chunk in range(len(chunks))
+        iter(batches) if stoppable is None else stoppable.iterate(polls=chunk == 0)
+        for chunk in range(len(chunks))
     ]
     with torch.no_grad(), unchanged_fp8_state(chunks):
         # Megatron reads the device of the loss when the model has experts; its value is not used.
-        results = run_schedule(chunks, iterators, len(batches), lambda _, out: (out[0].sum(), out[0]), routing=routing)
+        results = run_schedule(
+            chunks, iterators, len(batches), lambda _, out: (out[0].sum(), out[0]), routing=routing
+        )
     if stoppable is not None:
         stoppable.finish()
     return results
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch], loss: UpdateLoss, routing: Routing | None = None
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    loss: UpdateLoss,
+    routing: Routing | None = None,
 ) -> list[Mapping[str, Tensor]]:
-    """Adds the gradients of the SUM of the losses over micro-batches and data-parallel ranks to Megatron's buffers.
-    Returns the report of `loss` for every micro-batch on the last pipeline stage, [] elsewhere."""
+    """Adds the gradients of the SUM of the losses over micro-batches and data-parallel ranks to
+    Megatron's buffers. Returns the report of `loss` for every micro-batch on the last pipeline
+    stage, [] elsewhere.
+    """
     iterators = [iter(batches) for _ in chunks]
-    return run_schedule(chunks, iterators, len(batches), lambda batch, out: loss(batch, *out), loss=loss, routing=routing)
-
-
-
-
-
-
+    return run_schedule(
+        chunks,
+        iterators,
+        len(batches),
+        lambda batch, out: loss(batch, *out),
+        loss=loss,
+        routing=routing,
+    )

@@ -1,4 +1,6 @@
-"""Loads, exports and copies this rank's Megatron parameters as Hugging Face tensors, through the weight table of `models`."""
+"""Loads, exports and copies this rank's Megatron parameters as Hugging Face tensors, through the
+weight table of `models`.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,9 @@ TIED_OUTPUT = "output_layer.weight"
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
     """This chunk's parameters by the table's names, with global layer and expert numbers.
     Skips the copy of a tied embedding on the last pipeline stage."""
-    global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
+    global_layer = {
+        index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)
+    }
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     found: dict[str, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
@@ -36,7 +40,9 @@ def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.
         if full_name == TIED_OUTPUT and table.spec.tied:
             continue
         if full_name not in table.by_megatron:
-            raise ConversionError(f"Megatron parameter {full_name} has no row in the table of {table.spec.family}")
+            raise ConversionError(
+                f"Megatron parameter {full_name} has no row in the table of {table.spec.family}"
+            )
         found[full_name] = parameter
     return found
 
@@ -55,8 +61,11 @@ def _tp_group(entry: Entry) -> Any:
 
 @torch.no_grad()
 def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str], Tensor]) -> None:
-    """Fills this rank's parameters; `read` returns one Hugging Face tensor by name. Reads only tensors that this rank needs.
-    Raises ConversionError for a wrong shape, and the error of `read` for a missing name."""
+    """Fills this rank's parameters; `read` returns one Hugging Face tensor by name.
+
+    Reads only tensors that this rank needs. Raises ConversionError for a wrong shape, and the error
+    of `read` for a missing name.
+    """
     for model in models:
         targets = list(named_parameters(model, table).items())
         if table.spec.tied and model.post_process and not model.pre_process:
@@ -70,7 +79,10 @@ def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str]
 
 @torch.no_grad()
 def complete(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gathers the weights, which `overlap_param_gather` delays to the next forward pass. Collective."""
+    """Gathers the weights, which `overlap_param_gather` delays to the next forward pass.
+
+    Collective.
+    """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -82,9 +94,12 @@ def complete(chunks: Sequence[DistributedDataParallel]) -> None:
 def export(
     models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank. Collective.
-    One entry is in flight at a time: its stage gathers the tensor-parallel shards, then the other expert ranks and stages
-    receive the merged tensor. `readable` returns the values of an off-loaded parameter."""
+    """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank.
+
+    Collective. One entry is in flight at a time: its stage gathers the tensor-parallel shards, then
+    the other expert ranks and stages receive the merged tensor. `readable` returns the values of an
+    off-loaded parameter.
+    """
     mine: dict[str, torch.nn.Parameter] = {}
     for model in models:
         mine |= named_parameters(model, table)
@@ -93,15 +108,19 @@ def export(
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
     for entry in table.entries:
-        owner, full = _stage(entry, table.spec.num_layers), None
+        owner = _stage(entry, table.spec.num_layers)
+        full = None
         if entry.megatron_name in mine:
-            full, group = readable(mine[entry.megatron_name].detach()).to(device), _tp_group(entry)
+            full = readable(mine[entry.megatron_name].detach()).to(device)
+            group = _tp_group(entry)
             if group.size() > 1 and entry.shard_shape(group.size()) != entry.megatron_shape:
                 shards = [torch.empty_like(full) for _ in range(group.size())]
                 dist.all_gather(shards, full.contiguous(), group=group)
                 full = entry.merge_tp(shards)
         if entry.expert is not None and ep_group.size() > 1 and owner == pp_group.rank():
-            full = _broadcast(entry, full, entry.expert // _num_local_experts(table), ep_group, device, dtype)
+            full = _broadcast(
+                entry, full, entry.expert // _num_local_experts(table), ep_group, device, dtype
+            )
         if pp_group.size() > 1:
             full = _broadcast(entry, full, owner, pp_group, device, dtype)
         assert full is not None
@@ -118,7 +137,12 @@ def _stage(entry: Entry, num_layers: int) -> int:
 
 
 def _broadcast(
-    entry: Entry, full: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+    entry: Entry,
+    full: Tensor | None,
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
     if group.rank() != source:
         full = torch.empty(entry.megatron_shape, dtype=dtype, device=device)
@@ -133,25 +157,34 @@ def pin(buffer: Tensor, purpose: str) -> None:
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
     if int(error) != 0:
         raise PacsError(
-            f"{purpose}: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {int(error)}); `plan` "
-            "lists the host memory of a rank. Use policy.offload=none, or an objective without a frozen reference"
+            f"{purpose}: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA "
+            f"error {int(error)}); `plan` "
+            "lists the host memory of a rank. Use policy.offload=none, or an objective without a "
+            "frozen reference"
         )
 
 
 class Snapshot:
-    """Frozen copy of all of this rank's chunks, one host tensor a parameter, in the parameters' own order."""
+    """Frozen copy of all of this rank's chunks, one host tensor a parameter, in the parameters' own
+    order.
+    """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], readable: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], readable: Callable[[Tensor], Tensor]
+    ) -> None:
         """`readable` returns the values of an off-loaded parameter, as a view."""
         self._readable = readable
-        self._parameters = parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = parameters = [
+            parameter for chunk in chunks for parameter in chunk.parameters()
+        ]
         width = max((p.element_size() for p in parameters), default=1)
         buffer = torch.empty(sum(p.numel() for p in parameters) * width, dtype=torch.uint8)
         if parameters and parameters[0].is_cuda:
             pin(buffer, "the frozen reference")
         pieces = torch.split(buffer, [p.numel() * width for p in parameters])
         self.tensors = [
-            piece.view(p.dtype)[: p.numel()].view_as(p) for piece, p in zip(pieces, parameters, strict=True)
+            piece.view(p.dtype)[: p.numel()].view_as(p)
+            for piece, p in zip(pieces, parameters, strict=True)
         ]
         self.take()
 
@@ -163,7 +196,9 @@ class Snapshot:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Runs the body with the snapshot's weights in the model, then restores the policy's weights bit for bit."""
+        """Runs the body with the snapshot's weights in the model, then restores the policy's
+        weights bit for bit.
+        """
         self._swap()
         try:
             yield

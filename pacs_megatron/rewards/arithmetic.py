@@ -10,7 +10,9 @@ from pacs_megatron.rewards.boxed import last_boxed
 
 # Limits lengths and rejects exponents, so that no response can cause a gigabyte of digits.
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3}){1,100}|\d{1,400})(?:\.\d{1,400})?|\.\d{1,400}"
-_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?", re.ASCII)
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?", re.ASCII
+)
 _FRAC = re.compile(
     rf"(?P<sign>[+-]?)\s*\\[dt]?frac\s*\{{\s*(?P<inner>[+-]?)\s*(?P<top>{_DECIMAL})\s*\}}"
     rf"\s*\{{\s*(?P<bottom>{_DECIMAL})\s*\}}",
@@ -20,7 +22,9 @@ _NOISE = re.compile(r"\\[,;:! ]|\\\$|\$|\s")
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The exact value of `12`, `-1,234`, `3.50`, `7/2` or `\frac{7}{2}`; None for other text and for x/0."""
+    r"""The exact value of `12`, `-1,234`, `3.50`, `7/2` or `\frac{7}{2}`; None for other text and
+    for x/0.
+    """
     bare = _NOISE.sub("", text.replace("−", "-"))
     match = _NUMBER.fullmatch(bare) or _FRAC.fullmatch(bare)
     if match is None:
@@ -42,7 +46,8 @@ def judge(prompt: Prompt, response: str) -> float:
     gold = parse_number(prompt.answer)
     if gold is None:
         raise RewardError(
-            f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is not an integer, "
+            f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is not "
+            "an integer, "
             "fraction or decimal; use reward.name=math or correct the data"
         )
     boxed = last_boxed(response)

@@ -8,7 +8,10 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` whose braces close, stripped; None if there is none. Linear in len(text)."""
+    r"""Content of the last `\boxed{...}` whose braces close, stripped; None if there is none.
+
+    Linear in len(text).
+    """
     for start in reversed([match.end() for match in _OPEN.finditer(text)]):
         depth = 1
         for match in _BRACES.finditer(text, start):

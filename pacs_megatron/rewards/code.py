@@ -1,8 +1,8 @@
 """Judges programs by the tests of the data set: standard input and output, or calls of a function.
 
-The answer of a row is `{"inputs": [...], "outputs": [...], "fn_name": null or name}`, the form of APPS' `input_output`
-and of LiveCodeBench's runner. The program is the last fenced block of the response. The comparison runs outside of the
-sandbox, which never receives an expected output.
+The answer of a row is `{"inputs": [...], "outputs": [...], "fn_name": null or name}`, the form of
+APPS' `input_output` and of LiveCodeBench's runner. The program is the last fenced block of the
+response. The comparison runs outside of the sandbox, which never receives an expected output.
 """
 
 import json
@@ -29,7 +29,10 @@ class Tests(NamedTuple):
 
 
 class Code:
-    """Reward 1.0 if the program passes every test, else 0.0 (also without a program). Details: the first failed test."""
+    """Reward 1.0 if the program passes every test, else 0.0 (also without a program).
+
+    Details: the first failed test.
+    """
 
     def __init__(self, options: CodeReward) -> None:
         """Raises ConfigError if the sandbox does not work here."""
@@ -43,17 +46,22 @@ class Code:
         total = len(tests.inputs)
         if program is None:
             return Judgement(0.0, {"passed": 0, "tests": total, "reason": NO_PROGRAM})
-        options, given = self._options, sandbox.Program(program, tests.inputs, tests.function)
+        options = self._options
+        given = sandbox.Program(program, tests.inputs, tests.function)
         deadline = time.monotonic() + options.timeout_s
         limits = sandbox.Limits(deadline, options.test_timeout_s, options.test_memory_gib)
         results = sandbox.run_tests(given, limits, options.sandbox)
         for number, (result, expected) in enumerate(zip(results, tests.expected, strict=True)):
             reason = result.get("error")
-            if reason is None and not _is_right(result.get("output"), expected, tests.function is not None):
+            if reason is None and not _is_right(
+                result.get("output"), expected, tests.function is not None
+            ):
                 reason = "wrong output"
             if reason is not None:
                 results.close()  # type: ignore[attr-defined]
-                return Judgement(0.0, {"passed": number, "tests": total, "reason": str(reason)[:200]})
+                return Judgement(
+                    0.0, {"passed": number, "tests": total, "reason": str(reason)[:200]}
+                )
         return Judgement(1.0, {"passed": total, "tests": total})
 
 
@@ -67,16 +75,21 @@ def read_tests(prompt: Prompt) -> Tests:
     """Raises RewardError for an answer that is not in the schema."""
     try:
         found = json.loads(prompt.answer)
-        inputs, outputs, function = found["inputs"], found["outputs"], found.get("fn_name")
+        inputs = found["inputs"]
+        outputs = found["outputs"]
+        function = found.get("fn_name")
         read = _call if function is not None else _text_pair
         pairs = [read(*pair) for pair in zip(inputs, outputs, strict=True)]
         if pairs and isinstance(inputs, list) and (function is None or function.isidentifier()):
-            return Tests(function, [given for given, _ in pairs], [expected for _, expected in pairs])
+            return Tests(
+                function, [given for given, _ in pairs], [expected for _, expected in pairs]
+            )
         reason = "no tests, or fn_name is no name"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise RewardError(
-        f"reward.name=code: the tests (answer) of prompt {prompt.id} are malformed ({reason}); expected a JSON object with "
+        f"reward.name=code: the tests (answer) of prompt {prompt.id} are malformed ({reason}); "
+        "expected a JSON object with "
         "inputs, outputs and fn_name, as APPS' input_output; correct or remove the row"
     )
 
@@ -90,7 +103,10 @@ def _text_pair(given: Any, output: Any) -> tuple[str, str]:
 
 
 def _call(arguments: Any, output: Any) -> tuple[list[Any], list[Any]]:
-    """Arguments and allowed results. LiveCodeBench has JSON text, an argument a line; APPS values, results in a list."""
+    """Arguments and allowed results.
+
+    LiveCodeBench has JSON text, an argument a line; APPS values, results in a list.
+    """
     if isinstance(arguments, str):
         return [json.loads(line) for line in arguments.split("\n")], [json.loads(output)]
     if not isinstance(arguments, list):

@@ -21,7 +21,10 @@ class Custom:
     """Calls `function(prompt, response)`; the reward is the returned number."""
 
     def __init__(self, function: str) -> None:
-        """`module:function` or `path/to/file.py:function`. Raises ConfigError if it cannot be called."""
+        """`module:function` or `path/to/file.py:function`.
+
+        Raises ConfigError if it cannot be called.
+        """
         self._name = function
         self._function = _load(function)
 
@@ -31,7 +34,9 @@ class Custom:
             found = self._function(prompt, response)
             return found if isinstance(found, Judgement) else as_reward(found)
         except RewardError as error:
-            raise RewardError(f"reward.function={self._name}: {describe(error, named=False)}") from error
+            raise RewardError(
+                f"reward.function={self._name}: {describe(error, named=False)}"
+            ) from error
         except BaseException as error:  # a plug-in may raise anything: only this sample fails
             raise RewardError(f"reward.function={self._name} raised {describe(error)}") from error
 
@@ -40,30 +45,38 @@ def describe(error: BaseException, *, named: bool = True) -> str:
     """One line for any exception, even if its `__str__` raises."""
     try:
         text = " ".join(str(error).split())
-    except Exception as second:  # noqa: BLE001  # text of a plug-in: it may raise anything
+    except Exception as second:  # text of a plug-in: it may raise anything
         text = f"no text, its __str__ raised {type(second).__name__}"
     return f"{type(error).__name__}: {text}" if named else text
 
 
 def _load(function: str) -> Callable[[Prompt, str], Any]:
-    file, (where, _, attribute) = find_file(function), function.rpartition(":")
+    file = find_file(function)
+    (where, _, attribute) = function.rpartition(":")
     try:
         module = importlib.import_module(where) if file is None else _load_file(file)
     except BaseException as error:  # the user's module runs here and may raise anything
         raise ConfigError(
-            f"reward.function={function!r}: importing {file or where} raised {describe(error)}; the reward workers must be "
+            f"reward.function={function!r}: importing {file or where} raised {describe(error)}; "
+            "the reward workers must be "
             "able to import it"
         ) from error
     if not hasattr(module, attribute):
-        raise ConfigError(f"reward.function={function!r}: {where} has no {attribute!r}; define it or correct the name")
+        raise ConfigError(
+            f"reward.function={function!r}: {where} has no {attribute!r}; define it or correct "
+            "the name"
+        )
     found = getattr(module, attribute)
     if not callable(found):
-        raise ConfigError(f"reward.function={function!r} is a {type(found).__name__}, expected a function")
+        raise ConfigError(
+            f"reward.function={function!r} is a {type(found).__name__}, expected a function"
+        )
     try:
         inspect.signature(found).bind("prompt", "response")
     except TypeError as error:
         raise ConfigError(
-            f"reward.function={function!r} cannot be called as f(prompt, response): {error}; it takes these two arguments"
+            f"reward.function={function!r} cannot be called as f(prompt, response): {error}; it "
+            "takes these two arguments"
         ) from error
     return found  # type: ignore[no-any-return]
 
@@ -72,12 +85,17 @@ def find_file(function: str) -> Path | None:
     """The file of `path/to/file.py:function`, None for a module's function. Raises ConfigError."""
     path, _, attribute = function.rpartition(":")
     if not path or not attribute:
-        raise ConfigError(f"reward.function={function!r}: expected module:function or path/to/file.py:function")
+        raise ConfigError(
+            f"reward.function={function!r}: expected module:function or path/to/file.py:function"
+        )
     if not path.endswith(".py"):
         return None
     file = Path(os.path.realpath(local_path(path)))
     if not os.path.isfile(file):
-        raise ConfigError(f"reward.function={shown(function, 300)}: no file {shown(str(file), 300)}; correct the path")
+        raise ConfigError(
+            f"reward.function={shown(function, 300)}: no file {shown(str(file), 300)}; correct "
+            "the path"
+        )
     return file
 
 

@@ -1,7 +1,8 @@
 """Gets rewards from a server over HTTP.
 
-Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response"}, ...]}`. Response: `{"rewards":
-[number, ...]}` in the same order, and optionally `model` and `version` as text, which the rollout file records.
+Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response"}, ...]}`.
+Response: `{"rewards": [number, ...]}` in the same order, and optionally `model` and `version` as
+text, which the rollout file records.
 """
 
 import asyncio
@@ -15,7 +16,12 @@ from pacs_megatron.config.reward_options import HttpReward
 from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.judging import Job
 from pacs_megatron.rewards.labels import as_reward
-from pacs_megatron.runtime.http import CONNECTION_ERRORS, ResponseTooLongError, exchange, open_session
+from pacs_megatron.runtime.http import (
+    CONNECTION_ERRORS,
+    ResponseTooLongError,
+    exchange,
+    open_session,
+)
 from pacs_megatron.runtime.json_reader import as_object, parse_json
 
 _MAX_BYTES = 4 << 20
@@ -24,7 +30,10 @@ _LABEL_CHARS = 200
 
 
 class Http:
-    """Judges each batch with one request, with retries. Checks a response completely before it returns a reward."""
+    """Judges each batch with one request, with retries.
+
+    Checks a response completely before it returns a reward.
+    """
 
     def __init__(self, options: HttpReward) -> None:
         """Raises ConfigError if the key's environment variable is not set."""
@@ -34,13 +43,25 @@ class Http:
         if options.api_key_env is not None:
             key = os.environ.get(options.api_key_env)
             if not key:
-                raise ConfigError(f"reward.api_key_env={options.api_key_env} is not set; export the server's key in it")
+                raise ConfigError(
+                    f"reward.api_key_env={options.api_key_env} is not set; export the server's "
+                    "key in it"
+                )
             self._headers["Authorization"] = f"Bearer {key}"
 
     def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """As `judge_all`. Raises RewardError with server and attempts if no valid response arrives in time."""
+        """As `judge_all`.
+
+        Raises RewardError with server and attempts if no valid response arrives in time.
+        """
         samples = [
-            {"prompt_id": p.id, "problem": p.problem, "prompt": p.text, "answer": p.answer, "response": response}
+            {
+                "prompt_id": p.id,
+                "problem": p.problem,
+                "prompt": p.text,
+                "answer": p.answer,
+                "response": response,
+            }
             for p, response in jobs
         ]
         data, facts = asyncio.run(self._request(json.dumps({"samples": samples}).encode()))
@@ -49,7 +70,8 @@ class Http:
 
     async def _request(self, payload: bytes) -> tuple[bytes, dict[str, Any]]:
         """(response of status 200, record of the attempts)"""
-        url, attempts = self._options.url, self._options.attempts
+        url = self._options.url
+        attempts = self._options.attempts
         share_s = self._options.timeout_s / attempts
         reason = ""
         async with open_session() as session:
@@ -67,11 +89,16 @@ class Http:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())
                 else:
                     if status == 200:
-                        return data, {"server": url, "attempts": attempt, "latency_s": time.monotonic() - started}
+                        return data, {
+                            "server": url,
+                            "attempts": attempt,
+                            "latency_s": time.monotonic() - started,
+                        }
                     reason = f"status {status}"
                     if status != 429 and status < 500:
                         raise RewardError(
-                            f"{self._where}: {reason}, expected 200; check reward.url and the server's log"
+                            f"{self._where}: {reason}, expected 200; check reward.url and the "
+                            "server's log"
                         )
                 left_s = share_s - (time.monotonic() - started)
                 if attempt < attempts and left_s > 0:
@@ -80,20 +107,28 @@ class Http:
 
     def _read(self, data: bytes, count: int) -> tuple[list[float], dict[str, str]]:
         """The rewards, and the texts `model` and `version`."""
-        found = as_object(parse_json(data, self._where, error=RewardError), self._where, error=RewardError)
+        found = as_object(
+            parse_json(data, self._where, error=RewardError), self._where, error=RewardError
+        )
         rewards = found.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != count:
             got = (
-                f"{len(rewards)} rewards" if isinstance(rewards, list) else f"rewards of type {type(rewards).__name__}"
+                f"{len(rewards)} rewards"
+                if isinstance(rewards, list)
+                else f"rewards of type {type(rewards).__name__}"
             )
-            raise RewardError(f"{self._where}: {got}, expected a list of {count} numbers; correct the server")
+            raise RewardError(
+                f"{self._where}: {got}, expected a list of {count} numbers; correct the server"
+            )
         labels: dict[str, str] = {}
         for name in ("model", "version"):
             value = found.get(name)
             if isinstance(value, str):
                 labels[name] = value[:_LABEL_CHARS]
             elif value is not None:
-                raise RewardError(f"{self._where}: {name} is {shown(value)}, expected text; correct the server")
+                raise RewardError(
+                    f"{self._where}: {name} is {shown(value)}, expected text; correct the server"
+                )
         try:
             return [as_reward(reward) for reward in rewards], labels
         except RewardError as error:

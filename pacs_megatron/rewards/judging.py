@@ -20,18 +20,23 @@ _MAX_DETAILS = 1 << 20
 
 @runtime_checkable
 class BatchRewardFn(Protocol):
-    """A reward that judges several samples in one call, with the results of `judge_all`. A RewardError fails all."""
+    """A reward that judges several samples in one call, with the results of `judge_all`.
+
+    A RewardError fails all.
+    """
 
     def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]: ...
 
 
 def judge_all(reward: RewardFn | BatchRewardFn, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """For each job `{"reward": float}`, with the verifier's `details` if any, or `{"failure": reason}`."""
+    """For each job `{"reward": float}`, with the verifier's `details` if any, or `{"failure":
+    reason}`.
+    """
     if not isinstance(reward, BatchRewardFn):
         return [_judge(reward, *job) for job in jobs]
     try:
         return reward.judge_batch(jobs)
-    except Exception as error:  # noqa: BLE001  # only these samples fail
+    except Exception as error:  # only these samples fail
         return [_failure(error)] * len(jobs)
 
 
@@ -42,29 +47,38 @@ def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
             return {"reward": as_reward(found)}
         text = json.dumps(dict(found.details))  # as the pool receives them
         if len(text) > _MAX_DETAILS:
-            return _failure(RewardError(f"details of {len(text)} characters, expected at most {_MAX_DETAILS}"))
+            return _failure(
+                RewardError(f"details of {len(text)} characters, expected at most {_MAX_DETAILS}")
+            )
         details = parse_json(text, "details", error=RewardError, any_text=True)
         return {"reward": as_reward(found.reward), "details": details}
-    except Exception as error:  # noqa: BLE001  # only this sample fails
+    except Exception as error:  # only this sample fails
         return _failure(error)
 
 
 def _failure(error: Exception) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return {"failure": "the verifier ran out of memory (reward.memory_limit_gib)"}
-    text = describe(error, named=False) if isinstance(error, RewardError) else f"the verifier raised {describe(error)}"
+    text = (
+        describe(error, named=False)
+        if isinstance(error, RewardError)
+        else f"the verifier raised {describe(error)}"
+    )
     return {"failure": text[:_MAX_FAILURE_CHARS]}
 
 
 def build_reward(options: AnyReward) -> RewardFn | BatchRewardFn:
-    """The reward of `options`, in this process and without time limit, by `build` of the module with the reward's name.
+    """The reward of `options`, in this process and without time limit, by `build` of the module
+    with the reward's name.
 
     Raises ConfigError (pattern, function, sandbox, key of a server).
     """
     if isinstance(options, WeightedReward):
         return Weighted([_component(part) for part in options.components])
     # Imported here: only `math` needs sympy (0.4 s).
-    reward: RewardFn | BatchRewardFn = importlib.import_module(f"pacs_megatron.rewards.{options.name}").build(options)
+    reward: RewardFn | BatchRewardFn = importlib.import_module(
+        f"pacs_megatron.rewards.{options.name}"
+    ).build(options)
     return reward
 
 
@@ -84,7 +98,8 @@ class Weighted:
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def _sum(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        total, components = 0.0, []
+        total = 0.0
+        components = []
         for (name, weight, _), result in zip(self._parts, results, strict=True):
             if "failure" in result:
                 return {"failure": f"component {name}: {result['failure']}"}

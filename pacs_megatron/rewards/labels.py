@@ -11,35 +11,55 @@ from pacs_megatron.errors import RewardError
 
 
 def as_reward(value: Any) -> float:
-    """The number that a reward function returned: a Python or NumPy scalar. Raises RewardError unless it is finite."""
-    number = value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+    """The number that a reward function returned: a Python or NumPy scalar.
+
+    Raises RewardError unless it is finite.
+    """
+    number = (
+        value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+    )
     if not isinstance(number, Real):
         raise RewardError(f"returned {type(value).__name__}, expected a number")
     try:
         reward = float(number)
     except OverflowError as error:
-        raise RewardError("returned an integer that no 64-bit float can represent, expected a finite number") from error
+        raise RewardError(
+            "returned an integer that no 64-bit float can represent, expected a finite number"
+        ) from error
     if not math.isfinite(reward):
         raise RewardError(f"the reward is {reward}, expected a finite number")
     return reward
 
 
 def label_of(reward: float, threshold: float | None) -> int:
-    """1 if `reward >= threshold`, else 0; without a threshold the reward itself, which must be 0 or 1 (RewardError)."""
+    """1 if `reward >= threshold`, else 0; without a threshold the reward itself, which must be 0 or
+    1 (RewardError).
+    """
     if not math.isfinite(reward):
-        raise RewardError(f"reward is {reward}, expected a finite number; correct the reward function")
+        raise RewardError(
+            f"reward is {reward}, expected a finite number; correct the reward function"
+        )
     if threshold is not None:
         return int(reward >= threshold)
     if reward not in (0.0, 1.0):
-        raise RewardError(f"reward is {reward}, expected 0 or 1; set reward.label_threshold to turn it into a label")
+        raise RewardError(
+            f"reward is {reward}, expected 0 or 1; set reward.label_threshold to turn it into a "
+            "label"
+        )
     return int(reward)
 
 
-def check_failures(failures: Collection[str], num_samples: int, max_failure_frac: float, then: str = "") -> None:
-    """Raises RewardError if more than `max_failure_frac` of a step's `num_samples` are unjudged; `failures`: their reasons."""
+def check_failures(
+    failures: Collection[str], num_samples: int, max_failure_frac: float, then: str = ""
+) -> None:
+    """Raises RewardError if more than `max_failure_frac` of a step's `num_samples` are unjudged;
+    `failures`: their reasons.
+    """
     if len(failures) > max_failure_frac * num_samples:
         raise RewardError(
             f"{len(failures)} of {num_samples} samples of this step could not be judged "
-            f"(share {len(failures) / num_samples:.3f}, reward.max_failure_frac={max_failure_frac}); "
-            f"first reason: {next(iter(failures))}; correct the data or the reward, or raise reward.timeout_s{then}"
+            f"(share {len(failures) / num_samples:.3f}, "
+            f"reward.max_failure_frac={max_failure_frac}); "
+            f"first reason: {next(iter(failures))}; correct the data or the reward, or raise "
+            f"reward.timeout_s{then}"
         )

@@ -1,7 +1,7 @@
 r"""Mathematical equality by math-verify, on the last `\boxed{}` of a response.
 
-math-verify's time limits are off, because the pool limits the worker process. Only its LaTeX grammar is used, because
-its grammar for plain expressions evaluates the model's text as Python.
+math-verify's time limits are off, because the pool limits the worker process. Only its LaTeX
+grammar is used, because its grammar for plain expressions evaluates the model's text as Python.
 """
 
 import logging
@@ -27,15 +27,17 @@ _BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}
 
 
 def last_box(prompt: Prompt, response: str) -> float:
-    r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a box).
+    r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a
+    box).
 
-    Raises RewardError if the gold answer cannot be parsed or the comparison fails. Parses the gold answer first, so a
-    malformed one fails all responses, not only those with a box.
+    Raises RewardError if the gold answer cannot be parsed or the comparison fails. Parses the gold
+    answer first, so a malformed one fails all responses, not only those with a box.
     """
     gold = _parse_gold(prompt.answer)
     if not gold:
         raise RewardError(
-            f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX that math-verify can "
+            f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX "
+            "that math-verify can "
             "parse; correct or remove the row"
         )
     boxed = last_boxed(response)
@@ -43,10 +45,13 @@ def last_box(prompt: Prompt, response: str) -> float:
         return 0.0
     answer = _parse(boxed)
     try:
-        return float(bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+        return float(
+            bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True)
+        )
     except Exception as error:  # sympy raises many types; each of them means "not judged"
         raise RewardError(
-            f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt {prompt.id} raised "
+            f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt "
+            f"{prompt.id} raised "
             f"{type(error).__name__}"
         ) from error
 
@@ -54,16 +59,18 @@ def last_box(prompt: Prompt, response: str) -> float:
 def authors_rule(prompt: Prompt, response: str) -> float:
     r"""The label rule of the PACS authors' code: math-verify's metric on the whole response.
 
-    The final expression counts anywhere in the text, with or without `\boxed{}`: LaTeX or plain numbers, with
-    math-verify's priorities and time limits. Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference:
-    an error, such as a gold answer without LaTeX, is a 0 there and a RewardError here. math-verify evaluates plain
-    expressions as Python; its grammar accepts only digits, operators and parentheses.
+    The final expression counts anywhere in the text, with or without `\boxed{}`: LaTeX or plain
+    numbers, with math-verify's priorities and time limits. Source: ritzz-ai/PACS,
+    src/reward_function.py (bbe1dc6). One difference: an error, such as a gold answer without LaTeX,
+    is a 0 there and a RewardError here. math-verify evaluates plain expressions as Python; its
+    grammar accepts only digits, operators and parentheses.
     """
     try:
         return float(_METRIC([f"\\boxed{{{prompt.answer}}}"], [response])[0])
     except Exception as error:  # math-verify and sympy raise many types
         raise RewardError(
-            f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} raised "
+            f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} "
+            "raised "
             f"{type(error).__name__}; correct or remove the row if it is not LaTeX"
         ) from error
 
@@ -79,8 +86,11 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _other_base(gold: str, answer: str) -> bool:
-    """True for two numerals of different bases (40_9 and 40_8): math-verify drops the subscript of numbers."""
-    left, right = _BASED.fullmatch(_clean(gold)), _BASED.fullmatch(_clean(answer))
+    """True for two numerals of different bases (40_9 and 40_8): math-verify drops the subscript of
+    numbers.
+    """
+    left = _BASED.fullmatch(_clean(gold))
+    right = _BASED.fullmatch(_clean(answer))
     return left is not None and right is not None and left["base"] != right["base"]
 
 

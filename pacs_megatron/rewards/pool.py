@@ -1,7 +1,8 @@
 """Worker processes that judge responses under a time limit.
 
-One thread per worker takes a job, sends it over a socket, waits for the verdict and calls the job's `done`. After the
-time limit or the death of the worker, the thread kills the worker with all its child processes and starts a new one.
+One thread per worker takes a job, sends it over a socket, waits for the verdict and calls the job's
+`done`. After the time limit or the death of the worker, the thread kills the worker with all its
+child processes and starts a new one.
 """
 
 import contextlib
@@ -36,18 +37,30 @@ T = TypeVar("T")
 _START_LIMIT_S = 120.0
 """Timeout of a worker's imports; a user's module may be large and the host busy."""
 _POLL_S = 0.1
-"""Interval of the checks that a worker is alive, because a grandchild may keep the socket of a dead worker open."""
+"""Interval of the checks that a worker is alive, because a grandchild may keep the socket of a dead
+worker open.
+"""
 _KILL_S = 10.0
 _MEMORY_INTERVAL_S = _OUTPUT_S = 1.0
-"""Seconds between measurements of a worker's memory, and timeout for the last output of a killed process."""
+"""Seconds between measurements of a worker's memory, and timeout for the last output of a killed
+process.
+"""
 _OUTPUT_BYTES = 64 << 10
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # one thread each: the workers are the parallelism
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",
+}  # one thread each: the workers are the parallelism
 _MARK = "PACS_REWARD_WORKER"
-"""Environment variable that identifies a worker's processes: a daemon leaves the worker's session and process tree."""
+"""Environment variable that identifies a worker's processes: a daemon leaves the worker's session
+and process tree.
+"""
 
 
 class Verdict(NamedTuple):
-    """Exactly one of `reward` and `failure` is None. `details`: the verifier's record, see `Judgement`."""
+    """Exactly one of `reward` and `failure` is None.
+
+    `details`: the verifier's record, see `Judgement`.
+    """
 
     key: str
     reward: float | None
@@ -63,11 +76,16 @@ class _Job(NamedTuple):
 
 
 class RewardPool(Closing):
-    """`options.workers` processes that judge submitted responses. A context manager; it must be closed."""
+    """`options.workers` processes that judge submitted responses.
+
+    A context manager; it must be closed.
+    """
 
     def __init__(self, options: AnyReward) -> None:
-        """Starts the workers and waits until all are ready (about a second). Raises ConfigError if the reward cannot be
-        built, RewardError if a worker does not start."""
+        """Starts the workers and waits until all are ready (about a second).
+
+        Raises ConfigError if the reward cannot be built, RewardError if a worker does not start.
+        """
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         """None: the pool has ended"""
         self._lock = threading.Lock()
@@ -76,7 +94,9 @@ class RewardPool(Closing):
         self._workers = [_Worker(options) for _ in range(options.workers)]
         ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, args=(worker, ready), name=f"reward-{number}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(worker, ready), name=f"reward-{number}", daemon=True
+            )
             for number, worker in enumerate(self._workers)
         ]
         for thread in self._threads:
@@ -88,9 +108,14 @@ class RewardPool(Closing):
                     self.close()
                     raise error
 
-    def submit(self, key: str, prompt: Prompt, response: str, done: Callable[[Verdict | RewardError], None]) -> None:
-        """Queues one response, from any thread. A thread of the pool calls `done` with the verdict of `key` (the sample
-        id), or with the RewardError that ended the pool. Raises RewardError if the pool has ended."""
+    def submit(
+        self, key: str, prompt: Prompt, response: str, done: Callable[[Verdict | RewardError], None]
+    ) -> None:
+        """Queues one response, from any thread.
+
+        A thread of the pool calls `done` with the verdict of `key` (the sample id), or with the
+        RewardError that ended the pool. Raises RewardError if the pool has ended.
+        """
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -114,7 +139,7 @@ class RewardPool(Closing):
         try:
             worker.start()
             ready.put(None)
-        except Exception as error:  # noqa: BLE001  # passed to the caller, which would wait otherwise
+        except Exception as error:  # passed to the caller, which would wait otherwise
             self._end(error)
             ready.put(error)
         while jobs := self._take():
@@ -128,17 +153,23 @@ class RewardPool(Closing):
     def _judge(self, worker: "_Worker", jobs: Sequence[_Job]) -> Sequence[Verdict | RewardError]:
         try:
             if self._error is None:
-                with report_wait(self._options.waits_for) if self._options.waits_for else contextlib.nullcontext():
+                with (
+                    report_wait(self._options.waits_for)
+                    if self._options.waits_for
+                    else contextlib.nullcontext()
+                ):
                     verdicts = worker.judge(jobs)
                 if self._error is None:  # `end` killed this worker, so the verifier did not fail
                     return verdicts
-        except Exception as error:  # noqa: BLE001  # passed to the callers
+        except Exception as error:  # passed to the callers
             self._end(error)
         assert self._error is not None
         return [self._error] * len(jobs)
 
     def _take(self) -> list[_Job]:
-        """One job, and further queued jobs up to the reward's batch size; empty if the pool has ended."""
+        """One job, and further queued jobs up to the reward's batch size; empty if the pool has
+        ended.
+        """
         jobs: list[_Job] = []
         with contextlib.suppress(queue.Empty):
             while len(jobs) < self._options.num_per_call:
@@ -163,7 +194,10 @@ def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[
 
 
 class _Worker:
-    """One process in its own session, and the socket to it. One thread owns it; other threads may call `end`."""
+    """One process in its own session, and the socket to it.
+
+    One thread owns it; other threads may call `end`.
+    """
 
     def __init__(self, options: AnyReward) -> None:
         self._options = options
@@ -183,7 +217,12 @@ class _Worker:
                 raise RewardError("reward pool: it is closed")
             self._socket = ours
             # -P: the working directory must not hide installed modules before sys.path is set.
-            program = [sys.executable, "-P", "-c", "from pacs_megatron.rewards.worker import main; main()"]
+            program = [
+                sys.executable,
+                "-P",
+                "-c",
+                "from pacs_megatron.rewards.worker import main; main()",
+            ]
             inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
             path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *inherited])
             self._process = subprocess.Popen(
@@ -196,7 +235,9 @@ class _Worker:
                 env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT, _MARK: self._mark},
                 start_new_session=True,
             )
-        self._copier = threading.Thread(target=self._copy_output, args=(self._process.stdout,), daemon=True)
+        self._copier = threading.Thread(
+            target=self._copy_output, args=(self._process.stdout,), daemon=True
+        )
         self._copier.start()
         setup = {
             "options": self._options.model_dump_json(),
@@ -207,16 +248,24 @@ class _Worker:
         if "error" in reply:
             raise ConfigError(reply["error"])
         if "failure" in reply:
-            raise RewardError(f"reward worker did not start: {reply['failure']}; its stderr has the reason")
+            raise RewardError(
+                f"reward worker did not start: {reply['failure']}; its stderr has the reason"
+            )
 
     def _copy_output(self, source: IO[bytes]) -> None:
-        """Copies the process's output to stderr, up to a limit per response, so that it cannot fill the disk."""
+        """Copies the process's output to stderr, up to a limit per response, so that it cannot fill
+        the disk.
+        """
         with source:
             while data := source.read(1 << 16):
                 allowed = self._output_left
                 self._output_left -= len(data)
                 if allowed > 0:
-                    cut = b"\n[the rest of this response's output is left out]\n" if len(data) > allowed else b""
+                    cut = (
+                        b"\n[the rest of this response's output is left out]\n"
+                        if len(data) > allowed
+                        else b""
+                    )
                     with contextlib.suppress(OSError):  # a full disk
                         os.write(2, data[:allowed] + cut)
 
@@ -226,7 +275,9 @@ class _Worker:
         self._output_left = _OUTPUT_BYTES
         line = encode_jobs([(job.prompt, job.response) for job in jobs])
         reply = self._exchange(line, self._options.call_limit_s)
-        if reply.get("killed"):  # the kernel or a user killed it, rarely the response: a new process retries once
+        if reply.get(
+            "killed"
+        ):  # the kernel or a user killed it, rarely the response: a new process retries once
             self.start()
             reply = self._exchange(line, self._options.call_limit_s)
         verdicts = reply["verdicts"] if "verdicts" in reply else [reply] * len(jobs)
@@ -251,12 +302,16 @@ class _Worker:
             return as_object(parse_json(reply, "verdict", any_text=True), "verdict")
         except DataError as error:
             self.kill()
-            return {"failure": f"the worker sent no verdict ({error}); the reward function changes its process"}
+            return {
+                "failure": f"the worker sent no verdict ({error}); the reward function changes "
+                "its process"
+            }
 
     def _reply_to(self, line: bytes, limit_s: float) -> bytes:
         """One line; an incomplete one if the process has ended. Raises TimeoutError, MemoryError."""
         assert self._process is not None and self._socket is not None
-        deadline, check = time.monotonic() + limit_s, time.monotonic() + _MEMORY_INTERVAL_S
+        deadline = time.monotonic() + limit_s
+        check = time.monotonic() + _MEMORY_INTERVAL_S
         self._socket.settimeout(limit_s)
         self._socket.sendall(line)
         reply = bytearray()
@@ -268,7 +323,10 @@ class _Worker:
                 check = time.monotonic() + _MEMORY_INTERVAL_S
                 limit_gib = self._options.memory_limit_gib
                 if _memory_bytes(self._process.pid, self._mark) > limit_gib * 2**30:
-                    raise MemoryError(f"its processes use more than reward.memory_limit_gib={limit_gib:g} together")
+                    raise MemoryError(
+                        f"its processes use more than reward.memory_limit_gib={limit_gib:g} "
+                        "together"
+                    )
             self._socket.settimeout(min(left, _POLL_S))
             try:
                 piece = self._socket.recv(1 << 16)
@@ -289,22 +347,30 @@ class _Worker:
                 _kill_tree(self._process.pid, self._mark)
 
     def kill(self) -> int | None:
-        """Kills and reaps the process; returns its exit code (negative: the signal), None without a process."""
+        """Kills and reaps the process; returns its exit code (negative: the signal), None without a
+        process.
+        """
         with self._lock:
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
             if process is None:
                 return None
             assert self._socket is not None
             self._socket.close()
             _kill_tree(process.pid, self._mark)
             self._copier.join(_OUTPUT_S)  # a grandchild may keep the pipe open
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel waits for a file system
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # the kernel waits for a file system
                 return process.wait(_KILL_S)
             return None
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a child runs. Does not reap an ended child, so that its process group keeps its number."""
+    """Whether a child runs.
+
+    Does not reap an ended child, so that its process group keeps its number.
+    """
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
@@ -323,7 +389,9 @@ def _tree(pid: int, mark: str) -> Iterator[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         yield from psutil.Process(pid).children(recursive=True)
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended, or belongs to another user
+        with contextlib.suppress(
+            OSError, psutil.NoSuchProcess
+        ):  # it has ended, or belongs to another user
             if mark.encode() in (entry / "environ").read_bytes():
                 yield psutil.Process(int(entry.name))
 

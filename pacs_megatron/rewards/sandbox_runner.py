@@ -1,7 +1,10 @@
-"""Runs one program on its tests inside the sandbox. A script that uses the standard library only; no module imports it.
+"""Runs one program on its tests inside the sandbox.
 
-It receives the inputs of the tests without the expected outputs, so a program that controls this process gains nothing.
-Standard input: the job as JSON. Standard output: a line `{"ready": true}`, then one line for each test.
+A script that uses the standard library only; no module imports it.
+
+It receives the inputs of the tests without the expected outputs, so a program that controls this
+process gains nothing. Standard input: the job as JSON. Standard output: a line `{"ready": true}`,
+then one line for each test.
 """
 
 import atexit
@@ -20,11 +23,11 @@ OUTPUT_BYTES = 8 << 20
 FILE_BYTES = 16 << 20
 NUM_PROCESSES = 32
 NUM_FILES = 64
-# LiveCodeBench and APPS import these before a program (lcb_runner/evaluation/testing_util.py, eval/testing_util.py).
-BOTH = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
-)
-STAR, PLAIN = [*BOTH.split(), "typing", "builtins"], [*BOTH.split(), "time", "fractions"]
+# LiveCodeBench and APPS import these before a program (lcb_runner/evaluation/testing_util.py,
+# eval/testing_util.py).
+BOTH = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+STAR = [*BOTH.split(), "typing", "builtins"]
+PLAIN = [*BOTH.split(), "time", "fractions"]
 
 
 def main() -> None:
@@ -39,7 +42,7 @@ def main() -> None:
         sys.path.append("/packages")
     names: dict[str, Any] = {}
     for name in STAR:
-        exec(f"from {name} import *", names)  # noqa: S102
+        exec(f"from {name} import *", names)
     for name in PLAIN:
         names[name] = __import__(name)
     _send(frames, {"ready": True})
@@ -78,11 +81,14 @@ def _run(job: dict[str, Any], names: dict[str, Any], test: Any, frames: int) -> 
 
 
 def _collect(pid: int, source: int, deadline: float) -> dict[str, Any]:
-    output, end = bytearray(), os.pidfd_open(pid)
+    output = bytearray()
+    end = os.pidfd_open(pid)
     try:
         os.set_blocking(source, False)
         while True:
-            ready, _, _ = select.select([source, end], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [source, end], [], [], max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 return {"error": "time limit"}
             with contextlib.suppress(BlockingIOError):
@@ -90,7 +96,9 @@ def _collect(pid: int, source: int, deadline: float) -> dict[str, Any]:
                     output += piece
                     if len(output) > OUTPUT_BYTES:
                         return {"error": "output limit"}
-                select.select([end], [], [], max(0.0, deadline - time.monotonic()))  # it has closed its output
+                select.select(
+                    [end], [], [], max(0.0, deadline - time.monotonic())
+                )  # it has closed its output
             if end in ready:
                 break
     finally:
@@ -122,14 +130,14 @@ def _child(job: dict[str, Any], names: dict[str, Any], test: Any, target: int) -
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.closerange(5, 256)
     _limit(job)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.setrecursionlimit(50_000)
     program = sys.modules["__main__"] = types.ModuleType("__main__")
     own = program.__dict__
     own.update(names, __name__="__main__" if job["function"] is None else "program")
     with contextlib.suppress(SystemExit) if job["function"] is None else contextlib.nullcontext():
-        exec(compile(job["code"], "program", "exec"), own)  # noqa: S102  (the purpose of the sandbox)
+        exec(compile(job["code"], "program", "exec"), own)
     if job["function"] is None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -150,7 +158,9 @@ def _limit(job: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: NUM_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if job["isolated"]:  # the kernel counts the processes of a user, which without a sandbox has others
+    if job[
+        "isolated"
+    ]:  # the kernel counts the processes of a user, which without a sandbox has others
         limits[resource.RLIMIT_NPROC] = NUM_PROCESSES
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))

@@ -1,7 +1,10 @@
-"""One reward worker process: `main()` with the pool's process id and a socket's descriptor as arguments.
+"""One reward worker process:
 
-Both directions use JSON lines, no pickle. The worker receives the options and sends `{"ready": true}` or `{"error"}`.
-Then it receives lists of jobs and sends `{"verdicts": [...]}` of `judge_all`. It ends when the socket closes.
+`main()` with the pool's process id and a socket's descriptor as arguments.
+
+Both directions use JSON lines, no pickle. The worker receives the options and sends `{"ready":
+true}` or `{"error"}`. Then it receives lists of jobs and sends `{"verdicts": [...]}` of
+`judge_all`. It ends when the socket closes.
 """
 
 import json
@@ -25,7 +28,10 @@ from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals,
 
 def encode_jobs(jobs: Sequence[Job]) -> bytes:
     """The jobs of one call as a JSON line."""
-    rows = [(asdict(prompt) | {"token_ids": prompt.token_ids.tolist()}, response) for prompt, response in jobs]
+    rows = [
+        (asdict(prompt) | {"token_ids": prompt.token_ids.tolist()}, response)
+        for prompt, response in jobs
+    ]
     return json.dumps(rows).encode() + b"\n"
 
 
@@ -33,7 +39,10 @@ def decode_jobs(line: str) -> list[Job]:
     """The inverse of `encode_jobs`."""
     rows = json.loads(line)
     return [
-        (Prompt(**fields | {"token_ids": np.asarray(fields["token_ids"], dtype=np.int32)}), response)
+        (
+            Prompt(**fields | {"token_ids": np.asarray(fields["token_ids"], dtype=np.int32)}),
+            response,
+        )
         for fields, response in rows
     ]
 
@@ -45,7 +54,8 @@ def main() -> None:
     ignore_job_signals()
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
-    jobs, replies = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
+    jobs = connection.makefile("r", encoding="utf-8")
+    replies = connection.makefile("w", encoding="utf-8")
     setup = json.loads(jobs.readline())
     sys.path[:] = setup["sys_path"]
     limit_memory(setup["memory_limit_bytes"])
@@ -62,10 +72,15 @@ def main() -> None:
 
 
 def _send(replies: TextIO, message: dict[str, Any]) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # the reward function has closed or replaced it
+    with suppress(
+        OSError, ValueError, AttributeError
+    ):  # the reward function has closed or replaced it
         sys.stdout.flush()
     try:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
-    except (BrokenPipeError, ConnectionResetError):  # the pool closed the socket after an unexpected text
+    except (
+        BrokenPipeError,
+        ConnectionResetError,
+    ):  # the pool closed the socket after an unexpected text
         os._exit(1)

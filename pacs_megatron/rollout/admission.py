@@ -16,14 +16,20 @@ class Admitted(NamedTuple):
 
 
 def admit(
-    groups: Sequence[Group], options: AdmissionOptions, *, min_group_size: int, stale: Collection[str] | None = None
+    groups: Sequence[Group],
+    options: AdmissionOptions,
+    *,
+    min_group_size: int,
+    stale: Collection[str] | None = None,
 ) -> Admitted:
-    """Drops stale groups, unjudged and empty samples, truncated ones if configured, then groups that became too small.
+    """Drops stale groups, unjudged and empty samples, truncated ones if configured, then groups
+    that became too small.
 
     Args:
         groups: every sample has a label or a failure.
         min_group_size: 2 where the objective compares siblings, else 1.
-        stale: ids of samples above `max_staleness`; their whole groups are dropped. None: the count is not reported.
+        stale: ids of samples above `max_staleness`; their whole groups are dropped. None: the count
+            is not reported.
     """
     counts = {"unjudged": 0, "truncated": 0, "aborted": 0, "small_groups": 0, "one_class_groups": 0}
     if stale is not None:
@@ -53,14 +59,13 @@ def admit(
 
 
 def shuffle_labels(groups: Sequence[Group], *, seed: int, step: int) -> tuple[Group, ...]:
-    """Control experiment: permutes the labels of all samples of the step at random, each with its reward."""
+    """Control experiment: permutes the labels of all samples of the step at random, each with its
+    reward.
+    """
     judged = [sample for group in groups for sample in group.samples]
     order = iter(np.random.Generator(np.random.PCG64([seed, step])).permutation(len(judged)))
     verdicts = ({"label": judged[k].label, "reward": judged[k].reward} for k in order)
     return tuple(
-        replace(group, samples=tuple(replace(sample, **next(verdicts)) for sample in group.samples)) for group in groups
+        replace(group, samples=tuple(replace(sample, **next(verdicts)) for sample in group.samples))
+        for group in groups
     )
-
-
-
-

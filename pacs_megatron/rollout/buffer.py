@@ -1,9 +1,11 @@
-"""The rollout buffer: it dispatches steps, adds their samples and verdicts, and keeps them until they are trained.
+"""The rollout buffer: it dispatches steps, adds their samples and verdicts, and keeps them until
+they are trained.
 
-Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one thread per step takes samples
-from the engine's stream. The judge runs the verifiers; its threads deliver verdicts. All threads change a step under one
-lock. The last verdict of a step, an error and the end of a stream call `wake`, which notifies the driver's main thread.
-Each sample is stored once: after its arrival its id is in `sampled`, and such ids are not requested again.
+Concurrency: the driver's main thread dispatches steps and reads their state. With SGLang, one
+thread per step takes samples from the engine's stream. The judge runs the verifiers; its threads
+deliver verdicts. All threads change a step under one lock. The last verdict of a step, an error and
+the end of a stream call `wake`, which notifies the driver's main thread. Each sample is stored
+once: after its arrival its id is in `sampled`, and such ids are not requested again.
 """
 
 import logging
@@ -19,7 +21,12 @@ from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest
 from pacs_megatron.errors import PacsError, RewardError
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.sample_arrays import Message
-from pacs_megatron.rollout.step_rollouts import SentWeights, StepRollouts, rollouts_from_message, rollouts_to_message
+from pacs_megatron.rollout.step_rollouts import (
+    SentWeights,
+    StepRollouts,
+    rollouts_from_message,
+    rollouts_to_message,
+)
 from pacs_megatron.sglang.client import SglangEngine
 
 logger = logging.getLogger(__name__)
@@ -34,19 +41,26 @@ class RolloutBuffer:
         wake: Callable[[], None],
         admits: Callable[[Group], bool] = lambda _group: True,
     ) -> None:
-        """`make_rollouts(step)` takes the step's prompts from the data; it is called in the order of the steps.
+        """`make_rollouts(step)` takes the step's prompts from the data; it is called in the order
+        of the steps.
 
-        `wake` and `admits` may be called from any thread. `admits`: whether a complete group will be trained; a step with
-        over-sampling ends as soon as enough groups are admitted.
+        `wake` and `admits` may be called from any thread. `admits`: whether a complete group will
+        be trained; a step with over-sampling ends as soon as enough groups are admitted.
         """
-        self._judge, self._engine, self._make_rollouts = judge, engine, make_rollouts
-        self._wake, self._admits = wake, admits
+        self._judge = judge
+        self._engine = engine
+        self._make_rollouts = make_rollouts
+        self._wake = wake
+        self._admits = admits
         self._lock = threading.Lock()
         self._steps: dict[int, StepRollouts] = {}
         self.sent = SentWeights()
 
     def dispatch(self, first: int, last: int) -> list[StepRollouts]:
-        """The rollouts of steps `first` to `last`; creates missing ones. `start` requests their samples."""
+        """The rollouts of steps `first` to `last`; creates missing ones.
+
+        `start` requests their samples.
+        """
         for step in range(first, last + 1):
             if step not in self._steps:
                 self._steps[step] = self._make_rollouts(step)
@@ -62,9 +76,13 @@ class RolloutBuffer:
         rollouts.started = True
         if missing:
             name = f"rollout-{rollouts.step}"
-            threading.Thread(target=self._stream, args=(rollouts, missing, urgent), name=name, daemon=True).start()
+            threading.Thread(
+                target=self._stream, args=(rollouts, missing, urgent), name=name, daemon=True
+            ).start()
 
-    def _stream(self, rollouts: StepRollouts, requests: Sequence[SampleRequest], urgent: bool) -> None:
+    def _stream(
+        self, rollouts: StepRollouts, requests: Sequence[SampleRequest], urgent: bool
+    ) -> None:
         assert self._engine is not None
         try:
             with closing(self._engine.stream(requests, urgent=urgent)) as samples:
@@ -75,7 +93,10 @@ class RolloutBuffer:
         self._wake()
 
     def arrived(self, rollouts: StepRollouts, samples: Iterable[Sample]) -> None:
-        """Adds samples and submits them to the judge. Raises RolloutError for a sample from weights that were never sent."""
+        """Adds samples and submits them to the judge.
+
+        Raises RolloutError for a sample from weights that were never sent.
+        """
         for sample in samples:
             self.sent.check(sample)
             with self._lock:
@@ -86,7 +107,9 @@ class RolloutBuffer:
 
     def _submit(self, rollouts: StepRollouts, sample: Sample) -> None:
         assert self._judge is not None
-        self._judge.submit(sample, rollouts.by_id[sample.prompt_id], partial(self._verdict, rollouts))
+        self._judge.submit(
+            sample, rollouts.by_id[sample.prompt_id], partial(self._verdict, rollouts)
+        )
 
     def _verdict(self, rollouts: StepRollouts, verdict: Sample | RewardError) -> None:
         if isinstance(verdict, RewardError):
@@ -96,11 +119,16 @@ class RolloutBuffer:
                 surplus = self._judged(rollouts, verdict)
             if surplus and self._engine is not None:
                 self._engine.cancel(surplus)
-            if len(rollouts.judged) >= rollouts.num_wanted:  # a wake-up for each verdict slows this thread down
+            if (
+                len(rollouts.judged) >= rollouts.num_wanted
+            ):  # a wake-up for each verdict slows this thread down
                 self._wake()
 
     def _judged(self, rollouts: StepRollouts, sample: Sample) -> list[str]:
-        """Stores a judged sample. Returns the ids of requests in flight that over-sampling no longer needs."""
+        """Stores a judged sample.
+
+        Returns the ids of requests in flight that over-sampling no longer needs.
+        """
         if sample.id in rollouts.cancelled:
             return []
         rollouts.sampled[sample.id] = sample
@@ -111,7 +139,11 @@ class RolloutBuffer:
         group = rollouts.whole_group(sample.prompt_id)
         if group is not None and self._admits(group):
             rollouts.num_admitted += 1
-        return rollouts.cancel_rest() if rollouts.num_admitted >= rollouts.enough and not rollouts.cancelled else []
+        return (
+            rollouts.cancel_rest()
+            if rollouts.num_admitted >= rollouts.enough and not rollouts.cancelled
+            else []
+        )
 
     def _fail(self, rollouts: StepRollouts, error: PacsError) -> None:
         with self._lock:
@@ -123,7 +155,9 @@ class RolloutBuffer:
         with self._lock:
             steps = [self._steps[step] for step in sorted(self._steps)]
             header, arrays = rollouts_to_message(steps)
-            header["sent"] = self.sent.state_dict(s for rollouts in steps for s in rollouts.sampled.values())
+            header["sent"] = self.sent.state_dict(
+                s for rollouts in steps for s in rollouts.sampled.values()
+            )
         return header, arrays
 
     def load_state(
@@ -139,7 +173,9 @@ class RolloutBuffer:
             self._steps[rollouts.step] = rollouts
             if self._engine is not None and not rollouts.cancelled:
                 rollouts.num_admitted = sum(map(self._admits, rollouts.groups()))
-            for sample in [sample for sample in rollouts.sampled.values() if sample.id not in rollouts.judged]:
+            for sample in [
+                sample for sample in rollouts.sampled.values() if sample.id not in rollouts.judged
+            ]:
                 self._submit(rollouts, sample)
             counts = rollouts.step, len(rollouts.sampled), len(rollouts.requests)
             logger.info("step %d: %d of %d samples are in the checkpoint", *counts)

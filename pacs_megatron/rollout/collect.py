@@ -1,7 +1,9 @@
-"""Collects a step's samples on every rank: sends requests to the driver, samples with the embedded engine, shares facts.
+"""Collects a step's samples on every rank: sends requests to the driver, samples with the embedded
+engine, shares facts.
 
-Concurrency: collective. Rank 0 exchanges messages with the driver. The other ranks wait in `ControlChannel.receive` until
-`generate` (sample this rank's share) or the last decision of the request.
+Concurrency: collective. Rank 0 exchanges messages with the driver. The other ranks wait in
+`ControlChannel.receive` until `generate` (sample this rank's share) or the last decision of the
+request.
 """
 
 import logging
@@ -20,7 +22,12 @@ from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.transfer import broadcast_arrays, gather_arrays, gather_json
 from pacs_megatron.rollout.driver_client import DriverClient
 from pacs_megatron.rollout.passk import ProblemCounts
-from pacs_megatron.rollout.sample_arrays import Message, requests_from_message, samples_from_message, samples_to_message
+from pacs_megatron.rollout.sample_arrays import (
+    Message,
+    requests_from_message,
+    samples_from_message,
+    samples_to_message,
+)
 
 logger = logging.getLogger(__name__)
 _MAX_RESENDS = 5
@@ -35,7 +42,10 @@ class StepSamples(NamedTuple):
 
 
 class DriverState(NamedTuple):
-    """The driver's part of a checkpoint: position in the data, samples of later steps. Empty on all ranks but 0."""
+    """The driver's part of a checkpoint: position in the data, samples of later steps.
+
+    Empty on all ranks but 0.
+    """
 
     order: dict[str, Any] | None
     buffer: Message | None
@@ -46,17 +56,23 @@ class Rollouts:
         self, channel: ControlChannel, driver: DriverClient | None, engine: EmbeddedEngine | None, *,
         should_stop: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._rank, self._channel = channel.rank, channel
-        self._driver, self._engine, self._should_stop = driver, engine, should_stop
+        self._rank = channel.rank
+        self._channel = channel
+        self._driver = driver
+        self._engine = engine
+        self._should_stop = should_stop
         self._orders: dict[int, dict[str, Any]] = {}
         """on rank 0: steps trained -> position in the data, of the last boundaries"""
         self.send_weights: Callable[[int], None]
-        """sends the weights after the given number of steps to the rollout engine again; collective. The loop sets it"""
+        """sends the weights after the given number of steps to the rollout engine again;
+        collective. The loop sets it
+        """
 
     def collect(self, step: int) -> StepSamples:
         """The admitted samples of `step`. Raises the driver's error on every rank."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
-        own, tokens = None, None
+        own = None
+        tokens = None
         if self._rank.rank == 0:
             self._keep_order(step, header["order"])
             own = {name: arrays.pop(name) for name in FACTS}
@@ -67,26 +83,37 @@ class Rollouts:
 
     def evaluate(self, step: int) -> dict[str, list[ProblemCounts]]:
         header, _ = self._exchange({"op": "evaluate", "step": step}, trained=step)
-        return {name: [ProblemCounts(**counts) for counts in found] for name, found in header["benchmarks"].items()}
+        return {
+            name: [ProblemCounts(**counts) for counts in found]
+            for name, found in header["benchmarks"].items()
+        }
 
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
-        """State for the checkpoint after `trained` steps; empty on all ranks but 0. Collective; raises on every rank.
+        """State for the checkpoint after `trained` steps; empty on all ranks but 0.
 
-        `final`: the run ends after this checkpoint. If the driver is dead or does not respond, a checkpoint `at_boundary` of
-        two steps is saved without samples of later steps.
+        Collective; raises on every rank.
+
+        `final`: the run ends after this checkpoint. If the driver is dead or does not respond, a
+        checkpoint `at_boundary` of two steps is saved without samples of later steps.
         """
 
         def call() -> DriverState:
             if self._driver is None:
                 return DriverState(None, None)
             try:
-                header, arrays = self._driver.call({"op": "state", "trained": trained, "final": final})
+                header, arrays = self._driver.call(
+                    {"op": "state", "trained": trained, "final": final}
+                )
             except RolloutError as error:
                 if not at_boundary or trained not in self._orders:
                     raise
-                logger.warning("%s; step %d is saved without samples of later steps", error, trained)
+                logger.warning(
+                    "%s; step %d is saved without samples of later steps", error, trained
+                )
                 return DriverState(self._orders[trained], None)
-            return DriverState(header["order"], (header["buffer"], arrays) if header["buffer"]["steps"] else None)
+            return DriverState(
+                header["order"], (header["buffer"], arrays) if header["buffer"]["steps"] else None
+            )
 
         return self._channel.run_together(call)
 
@@ -94,7 +121,8 @@ class Rollouts:
         """Inverse of `state`; reads `saved` on rank 0 only. Collective; raises on every rank."""
         buffer, arrays = saved.buffer or (None, None)
         self._keep_order(trained, saved.order if buffer is None else None)
-        request, driver = {"op": "load_state", "order": saved.order, "buffer": buffer}, self._driver
+        request = {"op": "load_state", "order": saved.order, "buffer": buffer}
+        driver = self._driver
         self._channel.run_together(lambda: driver and driver.call(request, arrays))
 
     def _keep_order(self, trained: int, order: dict[str, Any] | None) -> None:
@@ -103,8 +131,11 @@ class Rollouts:
             self._orders[trained] = order
 
     def _exchange(self, request: Mapping[str, Any], trained: int) -> Message:
-        """The response to `request` on every rank, its arrays on rank 0. If all servers restarted meanwhile, sends the
-        weights after `trained` steps to them and retries."""
+        """The response to `request` on every rank, its arrays on rank 0.
+
+        If all servers restarted meanwhile, sends the weights after `trained` steps to them and
+        retries.
+        """
         for resends in range(_MAX_RESENDS + 1):
             if resends:
                 self.send_weights(trained)
@@ -130,12 +161,17 @@ class Rollouts:
                     driver.reply({"op": "samples", **samples}, payload, lambda: None)
                     driver.abandon()
                 raise Interrupted
-            header, arrays = self._response(partial(driver.reply, {"op": "samples", **samples}, payload))
+            header, arrays = self._response(
+                partial(driver.reply, {"op": "samples", **samples}, payload)
+            )
         self._channel.send(header)
         return header, arrays
 
     def _response(self, send: Callable[..., None]) -> Message:
-        """Rank 0: sends a message and returns the driver's response. An error is sent to the other ranks, then raised."""
+        """Rank 0: sends a message and returns the driver's response.
+
+        An error is sent to the other ranks, then raised.
+        """
         assert self._driver is not None
         try:
             send(on_wait=self._channel.heartbeat)
@@ -146,11 +182,16 @@ class Rollouts:
         except (PacsError, Interrupted) as caught:
             error = Interrupted() if self._driver.is_lost and self._should_stop() else caught
             self._driver.abandon()
-            self._channel.send({"kind": "stop", "type": type(error).__name__, "message": str(error)})
+            self._channel.send(
+                {"kind": "stop", "type": type(error).__name__, "message": str(error)}
+            )
             raise error from caught
 
     def _heartbeat(self) -> None:
-        """Called while the other ranks are in `receive`. A stop request ends the wait, because generation may take long."""
+        """Called while the other ranks are in `receive`.
+
+        A stop request ends the wait, because generation may take long.
+        """
         self._raise_if_stop_requested()
         self._channel.heartbeat()
 
@@ -175,7 +216,8 @@ class Rollouts:
     def _generate(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], bool]:
-        """(header, arrays, is stopped): all samples on rank 0, and whether any rank has a stop request. Collective.
+        """(header, arrays, is stopped): all samples on rank 0, and whether any rank has a stop
+        request. Collective.
 
         Every rank samples its chunks; a rank with a stop request stops between two chunks.
         """
@@ -183,13 +225,17 @@ class Rollouts:
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
         requests = requests_from_message(header, shared)
         samples: list[Sample] = []
-        stopped = self._channel.any_rank(self._channel.run_together(partial(self._sample, requests, samples)))
+        stopped = self._channel.any_rank(
+            self._channel.run_together(partial(self._sample, requests, samples))
+        )
         own_header, own = samples_to_message(samples)
         headers = gather_json(own_header, group=self._rank.control)
         gathered = gather_arrays(own, group=self._rank.control)
         if headers is None or gathered is None:
             return {}, {}, stopped
-        everything = [s for part in zip(headers, gathered, strict=True) for s in samples_from_message(*part)]
+        everything = [
+            s for part in zip(headers, gathered, strict=True) for s in samples_from_message(*part)
+        ]
         return *samples_to_message(everything), stopped
 
     def _sample(self, requests: Sequence[SampleRequest], samples: list[Sample]) -> bool:

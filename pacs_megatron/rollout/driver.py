@@ -1,10 +1,13 @@
-"""The driver: a process beside global rank 0, with its own GIL. It owns prompt order, requests, rewards and admission.
+"""The driver: a process beside global rank 0, with its own GIL.
 
-Concurrency: rank 0 sends one request at a time over a socket; every response has the request's number. The main thread
-waits for the socket and for the threads of the rollout buffer. During a long request (`rollout`, `evaluate`) it reports
-progress and handles `abandon` and `state`. For the embedded engine the driver sends `generate` and rank 0 replies with
-`samples` before the response. The driver ends when the socket closes; the kernel ends it when rank 0 dies. It ignores
-SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
+It owns prompt order, requests, rewards and admission.
+
+Concurrency: rank 0 sends one request at a time over a socket; every response has the request's
+number. The main thread waits for the socket and for the threads of the rollout buffer. During a
+long request (`rollout`, `evaluate`) it reports progress and handles `abandon` and `state`. For the
+embedded engine the driver sends `generate` and rank 0 replies with `samples` before the response.
+The driver ends when the socket closes; the kernel ends it when rank 0 dies. It ignores SIGINT,
+SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
 """
 
 import gc
@@ -43,20 +46,29 @@ from pacs_megatron.sglang.build import open_engine
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health
 
-logger = logging.getLogger("pacs_megatron.rollout.driver")  # not `__main__`: its info lines are dropped
+logger = logging.getLogger(
+    "pacs_megatron.rollout.driver"
+)  # not `__main__`: its info lines are dropped
 _RESTART_POLL_S = 0.5
 _START_DELAY_S = 0.02
-"""Delay of requests for later steps after a weight update. They hold the GIL, but rank 0 needs a finished step first."""
+"""Delay of requests for later steps after a weight update.
+
+They hold the GIL, but rank 0 needs a finished step first.
+"""
 
 
 class Driver:
-    def __init__(self, config: RunConfig, run_dir: Path, model_dir: Path, connection: Connection) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, model_dir: Path, connection: Connection
+    ) -> None:
         self._config = config
         self._connection = connection
         self._tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
         self._decoding = threading.Lock()
         self._data = TrainData(config, model_dir, self._tokenizer)
-        self._benchmarks = [load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks]
+        self._benchmarks = [
+            load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks
+        ]
         self._request: OpenRequest | None = None
         self._to_start: list[StepRollouts] = []
         """SGLang: rollouts that may be sampled, but whose samples are not requested yet"""
@@ -70,13 +82,21 @@ class Driver:
         if config.reward is not None:
             self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
         if config.rollout.sglang is not None:
-            # Servers start after the ranks have built and off-loaded the model: a server measures the free memory.
-            if config.rollout.starts_servers_on_trainer_gpus and connection.receive()[0]["op"] != "start_servers":
+            # Servers start after the ranks have built and off-loaded the model: a server measures
+            # the free memory.
+            if (
+                config.rollout.starts_servers_on_trainer_gpus
+                and connection.receive()[0]["op"] != "start_servers"
+            ):
                 raise RolloutError("the trainer ended before the servers started")
             model = config.model.model_copy(update={"path": str(model_dir)})
-            self._engine = open_engine(config.rollout.sglang, model, run_dir / "servers", config.policy.routing)
+            self._engine = open_engine(
+                config.rollout.sglang, model, run_dir / "servers", config.policy.routing
+            )
         self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
-        self._buffer = RolloutBuffer(self._judge, self._engine, self._data.take, self._wake, self._results.admits)
+        self._buffer = RolloutBuffer(
+            self._judge, self._engine, self._data.take, self._wake, self._results.admits
+        )
 
     def close(self) -> None:
         for part in (self._engine, self._judge):
@@ -88,10 +108,12 @@ class Driver:
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def begin_update(self, *, is_release: bool) -> Message:
-        """Pauses requests to the servers until `set_current`; returns the servers of the update, each with its trainer rank.
+        """Pauses requests to the servers until `set_current`; returns the servers of the update,
+        each with its trainer rank.
 
-        `is_release`: the servers release their memory for the training step. Waits for a restarting server, because it
-        would use memory during the step; no server restarts before the next update.
+        `is_release`: the servers release their memory for the training step. Waits for a restarting
+        server, because it would use memory during the step; no server restarts before the next
+        update.
         """
         rollout = self._config.rollout.sglang
         assert self._engine is not None and rollout is not None
@@ -99,16 +121,29 @@ class Driver:
         deadline = time.monotonic() + rollout.all_down_after_s
         while True:
             status = self._engine.status()
-            alive = [(server.url, server.trainer_rank) for server in status if server.health is not Health.DEAD]
-            is_ready = not any(server.restarting for server in status) if is_release else bool(alive)
+            alive = [
+                (server.url, server.trainer_rank)
+                for server in status
+                if server.health is not Health.DEAD
+            ]
+            is_ready = (
+                not any(server.restarting for server in status) if is_release else bool(alive)
+            )
             if is_ready:
                 return {"kind": "updating", "servers": alive}, {}
-            if not is_release and (time.monotonic() > deadline or not any(server.returning for server in status)):
-                raise RolloutError("no rollout server is alive: " + "; ".join(f"{s.url}: {s.reason}" for s in status))
+            if not is_release and (
+                time.monotonic() > deadline or not any(server.returning for server in status)
+            ):
+                raise RolloutError(
+                    "no rollout server is alive: "
+                    + "; ".join(f"{s.url}: {s.reason}" for s in status)
+                )
             time.sleep(_RESTART_POLL_S)
 
     def set_current(self, version: int, digest: str, trained: int) -> Message:
-        """Records that the rollout engine has the weights after `trained` steps; starts SGLang on all allowed steps."""
+        """Records that the rollout engine has the weights after `trained` steps; starts SGLang on
+        all allowed steps.
+        """
         self._buffer.sent.add(digest, trained)
         self._buffer.forget(trained)
         if self._engine is not None:
@@ -119,36 +154,55 @@ class Driver:
         return {"kind": "current"}, {}
 
     def _dispatch(self, step: int) -> list[StepRollouts]:
-        """Dispatches `step` and the later steps that may be sampled with the same weights; returns their rollouts."""
-        return self._buffer.dispatch(step, min(step + self._config.rollout.steps_ahead, self._config.run.steps))
+        """Dispatches `step` and the later steps that may be sampled with the same weights; returns
+        their rollouts.
+        """
+        return self._buffer.dispatch(
+            step, min(step + self._config.rollout.steps_ahead, self._config.run.steps)
+        )
 
     def rollout(self, number: int, step: int) -> None:
         """Opens the request for a step's admitted samples. All earlier steps are already trained."""
         self._buffer.forget(step - 1)
         steps = self._dispatch(step)
-        # The ranks sample all allowed steps before they train, because the update replaces these weights.
+        # The ranks sample all allowed steps before they train, because the update replaces these
+        # weights.
         for_ranks = [rollouts for rollouts in steps if rollouts.missing and self._engine is None]
         if self._engine is not None:
             self._buffer.start(steps[0])
-            self._to_start, self._start_at = steps, 0.0
+            self._to_start = steps
+            self._start_at = 0.0
         respond = partial(self._results.step, sent=self._buffer.sent)
         self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
 
     def _refill(self, rollouts: StepRollouts) -> list[StepRollouts] | None:
         """Adds prompts to a judged step with too few admitted groups; see `OpenRequest`."""
-        limit, wanted = self._config.admission.refill_rounds, self._config.batch.prompts_per_step
-        admitted = sum(self._results.admits(group) for group in rollouts.groups()) if limit else wanted
+        limit = self._config.admission.refill_rounds
+        wanted = self._config.batch.prompts_per_step
+        admitted = (
+            sum(self._results.admits(group) for group in rollouts.groups()) if limit else wanted
+        )
         if admitted >= wanted or rollouts.cancelled or rollouts.is_returned:
             return None
         have = f"step {rollouts.step}: {admitted} of {wanted} groups are admitted"
         prompts = self._data.refill(rollouts, wanted - admitted) if rollouts.refills < limit else ()
         if not prompts:
             is_last = rollouts.refills >= limit
-            reason = f"after admission.refill_rounds={limit}" if is_last else "the data has no other prompts"
+            reason = (
+                f"after admission.refill_rounds={limit}"
+                if is_last
+                else "the data has no other prompts"
+            )
             logger.warning("%s; it trains on them: %s", have, reason)
             return None
         rollouts.extend(prompts, self._data.requests(prompts, rollouts.step))
-        logger.info("%s; refill %d of at most %d: %d more prompts", have, rollouts.refills, limit, len(prompts))
+        logger.info(
+            "%s; refill %d of at most %d: %d more prompts",
+            have,
+            rollouts.refills,
+            limit,
+            len(prompts),
+        )
         if self._engine is None:
             return [rollouts]
         self._buffer.start(rollouts)
@@ -158,21 +212,35 @@ class Driver:
         """Opens the request for the counts of every benchmark's problems."""
         config = self._config
         prompts = tuple(prompt for benchmark in self._benchmarks for prompt in benchmark.prompts)
-        requests = evaluation_requests(config.evaluation, self._benchmarks, run_seed=config.run.seed, step=step)
-        rollouts = StepRollouts(step=step, prompts=prompts, requests=tuple(requests), is_train=False)
+        requests = evaluation_requests(
+            config.evaluation, self._benchmarks, run_seed=config.run.seed, step=step
+        )
+        rollouts = StepRollouts(
+            step=step, prompts=prompts, requests=tuple(requests), is_train=False
+        )
         if self._engine is not None:
             self._buffer.start(rollouts, urgent=True)
         respond = partial(self._results.evaluation, benchmarks=self._benchmarks)
-        self._request = OpenRequest(number, rollouts, respond, [rollouts] if self._engine is None else [])
+        self._request = OpenRequest(
+            number, rollouts, respond, [rollouts] if self._engine is None else []
+        )
 
     def _abandon(self) -> None:
-        """Closes the request without a response. Steps keep their finished samples; an evaluation restarts later."""
-        if self._engine is not None and self._request is not None and not self._request.rollouts.is_train:
+        """Closes the request without a response.
+
+        Steps keep their finished samples; an evaluation restarts later.
+        """
+        if (
+            self._engine is not None
+            and self._request is not None
+            and not self._request.rollouts.is_train
+        ):
             self._engine.cancel([request.id for request in self._request.rollouts.missing])
         self._request = None
 
     def state(self, trained: int, *, final: bool) -> Message:
-        """The position in the data and the rollouts of later steps, for a checkpoint after `trained` steps.
+        """The position in the data and the rollouts of later steps, for a checkpoint after
+        `trained` steps.
 
         `final` ends the reward workers first, because the run keeps no later verdict.
         """
@@ -187,12 +255,19 @@ class Driver:
             self._data.order.load_state_dict(header["order"])
         with parsing("the checkpoint's buffer.json", CheckpointError):
             if header["buffer"] is not None:
-                self._buffer.load_state((header["buffer"], dict(arrays)), self._data.by_id, self._data.requests)
+                self._buffer.load_state(
+                    (header["buffer"], dict(arrays)), self._data.by_id, self._data.requests
+                )
         return {"kind": "loaded"}, {}
 
     def serve(self) -> None:
-        """Handles requests until `close`. A PacsError becomes an error response; any other exception ends the process."""
-        self._connection.send({"kind": "ready", "request": 0, "num_prompts": len(self._data.prompts)})
+        """Handles requests until `close`.
+
+        A PacsError becomes an error response; any other exception ends the process.
+        """
+        self._connection.send(
+            {"kind": "ready", "request": 0, "num_prompts": len(self._data.prompts)}
+        )
         while True:
             wait_s = PROGRESS_INTERVAL_S if self._request else None
             if self._to_start:
@@ -211,7 +286,9 @@ class Driver:
             self._do_later_work()
 
     def _do_later_work(self) -> None:
-        """Does the work that follows a response: requests samples of later steps and writes the samples' files."""
+        """Does the work that follows a response: requests samples of later steps and writes the
+        samples' files.
+        """
         if time.monotonic() >= self._start_at:
             for rollouts in self._to_start:
                 self._buffer.start(rollouts)
@@ -219,7 +296,9 @@ class Driver:
         try:
             self._results.write_pending()
         except OSError as error:  # reported with the next request
-            self._failure = RolloutError(f"{error.filename}: {error.strerror}; free some space, then resume")
+            self._failure = RolloutError(
+                f"{error.filename}: {error.strerror}; free some space, then resume"
+            )
 
     def _handle(self, request: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         number = request["request"]
@@ -242,21 +321,34 @@ class Driver:
             case "begin_update":
                 self._send(number, lambda: self.begin_update(is_release=request["is_release"]))
             case "set_current":
-                self._send(number, lambda: self.set_current(request["version"], request["digest"], request["trained"]))
+                self._send(
+                    number,
+                    lambda: self.set_current(
+                        request["version"], request["digest"], request["trained"]
+                    ),
+                )
 
     def _advance(self, request: OpenRequest) -> None:
-        """Sends the next message of the open request to rank 0: requests to sample, its response, or progress."""
+        """Sends the next message of the open request to rank 0: requests to sample, its response,
+        or progress.
+        """
         self._send(request.number, request.advance)
         if request.is_closed:
             self._request = None
-        elif self._request is not None and self._engine is not None and self._engine.needs_weights():
-            logger.warning("no rollout server has the current weights; requesting them from the trainer once more")
+        elif (
+            self._request is not None and self._engine is not None and self._engine.needs_weights()
+        ):
+            logger.warning(
+                "no rollout server has the current weights; requesting them from the trainer once "
+                "more"
+            )
             self._abandon()
             self._connection.send({"kind": "stale", "request": request.number})
 
     def _send(self, number: int, compute: Callable[[], Message | None]) -> None:
         """Sends the message that `compute` returns, or its error, which closes the open request."""
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         try:
             if failure is not None:
                 raise failure
@@ -271,7 +363,9 @@ class Driver:
             self._connection.send({**header, "request": number}, arrays)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the buffer is full, so the main thread will wake up anyway
+        with suppress(
+            BlockingIOError
+        ):  # the buffer is full, so the main thread will wake up anyway
             self._waker.send(b"\0")
 
 
@@ -280,17 +374,23 @@ def _error_message(number: int, error: PacsError) -> dict[str, Any]:
 
 
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
-    """Ends the driver after a bug in a thread, because the main thread would never stop waiting for it."""
+    """Ends the driver after a bug in a thread, because the main thread would never stop waiting for
+    it.
+    """
     logger.critical("thread %s died", args.thread, exc_info=args.exc_value)
     logging.shutdown()
     os._exit(int(ExitCode.FAILED))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`, which rank 0 starts."""
+    """`python -m pacs_megatron.rollout.driver <run folder> <model folder> <socket fd>`, which rank
+    0 starts.
+    """
     die_with_parent()
     ignore_job_signals()
-    run_dir, model_dir, fd = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
+    run_dir = Path(arguments[0])
+    model_dir = Path(arguments[1])
+    fd = int(arguments[2])
     setup_logging(None, 0)
     threading.excepthook = _end_with_thread
     connection = Connection(socket.socket(fileno=fd), "trainer")
@@ -300,7 +400,8 @@ def main(arguments: Sequence[str]) -> int:
     except PacsError as error:
         connection.send(_error_message(0, error))
         return int(error.exit_code)
-    # Freezes the half a million objects of the imports: to scan them holds the GIL for 0.2 s and more.
+    # Freezes the half a million objects of the imports: to scan them holds the GIL for 0.2 s and
+    # more.
     gc.collect()
     gc.freeze()
     try:

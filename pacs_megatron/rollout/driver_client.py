@@ -1,6 +1,8 @@
-"""Rank 0's client of the driver: starts the process, sends requests, waits with a heartbeat, ends the process.
+"""Rank 0's client of the driver: starts the process, sends requests, waits with a heartbeat, ends
+the process.
 
-Every request has a number, and its responses repeat it. Responses to an abandoned request are discarded.
+Every request has a number, and its responses repeat it. Responses to an abandoned request are
+discarded.
 """
 
 import contextlib
@@ -35,8 +37,12 @@ class DriverClient:
         self._number = 0
         self.is_lost = False
         """the driver died or exceeded its timeout; further requests fail"""
-        self.on_progress: Callable[[int, int, bool], None] = lambda _done, _total, _waits_for_rewards: None
-        """called with the numbers of finished and of all samples, and whether only verdicts are missing"""
+        self.on_progress: Callable[[int, int, bool], None] = (
+            lambda _done, _total, _waits_for_rewards: None
+        )
+        """called with the numbers of finished and of all samples, and whether only verdicts are
+        missing
+        """
         self.should_stop: Callable[[], bool] = lambda: False
         self._timeout_s = timeout_s
         ours, theirs = socket.socketpair()
@@ -44,35 +50,56 @@ class DriverClient:
         log_dir.mkdir(parents=True, exist_ok=True)
         gpus = ",".join(visible_gpus(os.environ))  # for servers that the driver starts
         with (log_dir / "driver.log").open("ab") as log:
-            command = ["pacs_megatron.rollout.driver", str(run_dir), str(model_dir), str(theirs.fileno())]
+            command = [
+                "pacs_megatron.rollout.driver",
+                str(run_dir),
+                str(model_dir),
+                str(theirs.fileno()),
+            ]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, VISIBLE_GPUS: gpus, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    VISIBLE_GPUS: gpus,
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                },
             )
         theirs.close()
         self._connection = Connection(ours, "rollout driver", timeout_s)
 
-    def send(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
+    def send(
+        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+    ) -> None:
         """Sends a request. `reply` sends data for the open request."""
         self._number += 1
         self.reply(header, arrays, on_wait)
 
-    def reply(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
-        """Sends data for the open request. Calls `on_wait` every second until the driver has read it.
+    def reply(
+        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+    ) -> None:
+        """Sends data for the open request.
 
-        With `on_wait` a stop request ends the wait only after the driver reads nothing for `_patience_s`.
+        Calls `on_wait` every second until the driver has read it.
+
+        With `on_wait` a stop request ends the wait only after the driver reads nothing for
+        `_patience_s`.
         """
         if self.is_lost:
-            raise errors.RolloutError("the rollout driver is lost; see logs/driver.log in the run's folder")
+            raise errors.RolloutError(
+                "the rollout driver is lost; see logs/driver.log in the run's folder"
+            )
         start = time.monotonic()
 
         def waits() -> None:
             if time.monotonic() - start > self._patience_s:
-                raise errors.RolloutError(f"the rollout driver reads no messages for {self._patience_s:g} s")
+                raise errors.RolloutError(
+                    f"the rollout driver reads no messages for {self._patience_s:g} s"
+                )
             assert on_wait is not None
             on_wait()
 
@@ -81,7 +108,9 @@ class DriverClient:
         self.is_lost = False
 
     def abandon(self) -> None:
-        with contextlib.suppress(errors.RolloutError):  # a lost driver: the next request raises the error
+        with contextlib.suppress(
+            errors.RolloutError
+        ):  # a lost driver: the next request raises the error
             self.reply({"op": "abandon"})
 
     @property
@@ -89,16 +118,20 @@ class DriverClient:
         """Limit of a wait for the driver; shorter after a stop request."""
         if not self.should_stop():
             return self._timeout_s
-        return min(self._timeout_s, STOPPED_PATIENCE_S if is_stopped(self._process.pid) else PATIENCE_S)
+        return min(
+            self._timeout_s, STOPPED_PATIENCE_S if is_stopped(self._process.pid) else PATIENCE_S
+        )
 
     def receive(self, on_wait: OnWait = None) -> Message:
         """The response to the open request. Calls `on_wait` every second until it arrives.
 
-        The timeout restarts with every progress report; without `on_wait` a stop request shortens it. Raises the driver's
-        error, or RolloutError.
+        The timeout restarts with every progress report; without `on_wait` a stop request shortens
+        it. Raises the driver's error, or RolloutError.
         """
         # With `on_wait` the caller reports progress.
-        with report_wait(lambda: self._described if on_wait is None or is_stopped(self._process.pid) else ""):
+        with report_wait(
+            lambda: self._described if on_wait is None or is_stopped(self._process.pid) else ""
+        ):
             header, arrays = self._wait(on_wait)
         if header["kind"] == "error":
             raise errors.named_error(header["type"], header["message"])
@@ -117,7 +150,8 @@ class DriverClient:
                 if waited_s > (self._patience_s if on_wait is None else self._timeout_s):
                     self.is_lost = True
                     raise errors.RolloutError(
-                        f"waited {waited_s:.0f} s {self._described} (parallel.control_timeout_s={self._timeout_s:g}); see "
+                        f"waited {waited_s:.0f} s {self._described} "
+                        f"(parallel.control_timeout_s={self._timeout_s:g}); see "
                         "logs/driver.log in the run's folder"
                     )
                 if on_wait is not None:

@@ -1,4 +1,6 @@
-"""Judges samples while sampling continues: the verdict of the reward pool becomes the reward and the label of a sample."""
+"""Judges samples while sampling continues: the verdict of the reward pool becomes the reward and
+the label of a sample.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,34 +20,56 @@ from pacs_megatron.runtime.closing import Closing
 def label_sample(
     sample: Sample, reward: float, label: int, *, judge_truncated: bool = False, details: Any = None
 ) -> Sample:
-    """`sample` with its verdict. A truncated response has label 0 for any reward, unless `judge_truncated`."""
+    """`sample` with its verdict.
+
+    A truncated response has label 0 for any reward, unless `judge_truncated`.
+    """
     label = 0 if sample.stop is Stop.LENGTH and not judge_truncated else label
     return replace(sample, reward=reward, label=label, reward_details=details)
 
 
 Judged = Callable[[Sample | RewardError], None]
-"""Called in a thread of the pool with the judged sample, or with the error that prevented a verdict."""
+"""Called in a thread of the pool with the judged sample, or with the error that prevented a
+verdict.
+"""
 
 
 class Judge(Closing):
-    """A reward pool for samples. `decode` turns response ids into the verifier's text; it must be thread-safe."""
+    """A reward pool for samples.
 
-    def __init__(self, options: AnyReward, decode: Callable[[np.ndarray], str], *, truncated: Truncated) -> None:
+    `decode` turns response ids into the verifier's text; it must be thread-safe.
+    """
+
+    def __init__(
+        self, options: AnyReward, decode: Callable[[np.ndarray], str], *, truncated: Truncated
+    ) -> None:
         self._pool = RewardPool(options)
-        self._options, self._decode, self._truncated = options, decode, truncated
+        self._options = options
+        self._decode = decode
+        self._truncated = truncated
 
     def close(self) -> None:
-        """Ends the pool. Delivers the verdicts that exist and a RewardError for every pending sample before it returns."""
+        """Ends the pool.
+
+        Delivers the verdicts that exist and a RewardError for every pending sample before it
+        returns.
+        """
         self._pool.close()
 
     def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
-        """Submits `sample` and returns; `done` is called later. `text` is the response if it is already decoded.
-        Raises RewardError if the pool has ended."""
+        """Submits `sample` and returns; `done` is called later.
+
+        `text` is the response if it is already decoded. Raises RewardError if the pool has ended.
+        """
         response = self._decode(sample.response_ids) if text is None else text
-        self._pool.submit(sample.id, prompt, response, lambda verdict: done(self._apply(sample, verdict)))
+        self._pool.submit(
+            sample.id, prompt, response, lambda verdict: done(self._apply(sample, verdict))
+        )
 
     def check(self, judged: list[Sample]) -> None:
-        """Raises RewardError if more than the configured share of these samples could not be judged."""
+        """Raises RewardError if more than the configured share of these samples could not be
+        judged.
+        """
         failures = [s.failure for s in judged if s.failure is not None]
         check_failures(failures, len(judged), self._options.max_failure_frac)
 
@@ -59,4 +83,6 @@ class Judge(Closing):
         except RewardError as error:
             return RewardError(f"sample {sample.id}: {error}")
         is_judged = self._truncated == "judge"
-        return label_sample(sample, verdict.reward, label, judge_truncated=is_judged, details=verdict.details)
+        return label_sample(
+            sample, verdict.reward, label, judge_truncated=is_judged, details=verdict.details
+        )

@@ -1,7 +1,9 @@
 """A state machine for the request that rank 0 waits for.
 
-    SAMPLE --`generate` is sent--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step ahead
-    SAMPLE --the ranks have nothing left to sample--> WAIT --every sample is judged--> closed, with the response
+    SAMPLE --`generate` is sent--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step
+    ahead
+    SAMPLE --the ranks have nothing left to sample--> WAIT --every sample is judged--> closed, with
+    the response
 
 With SGLang and with demonstrations the ranks sample nothing.
 """
@@ -27,15 +29,22 @@ class OpenRequest:
         for_ranks: Sequence[StepRollouts] = (),
         refill: Callable[[StepRollouts], Sequence[StepRollouts] | None] = lambda _rollouts: None,
     ) -> None:
-        """`respond` returns the response after all of `rollouts` are judged. The ranks sample `for_ranks` before.
+        """`respond` returns the response after all of `rollouts` are judged.
 
-        `refill` may add prompts to the judged rollouts. It returns the rollouts that the ranks sample next, or None.
+        The ranks sample `for_ranks` before.
+
+        `refill` may add prompts to the judged rollouts. It returns the rollouts that the ranks
+        sample next, or None.
         """
-        self.number, self.rollouts, self.is_closed = number, rollouts, False
-        self._respond, self._refill = respond, refill
+        self.number = number
+        self.rollouts = rollouts
+        self.is_closed = False
+        self._respond = respond
+        self._refill = refill
         self._for_ranks = deque(for_ranks)
         self._in_ranks: StepRollouts | None = None
-        self._reported, self._reported_at = (0, 0, False), 0.0
+        self._reported = (0, 0, False)
+        self._reported_at = 0.0
 
     def advance(self) -> Message | None:
         """The next message to rank 0, or None. Raises the error of the rollouts."""
@@ -55,15 +64,22 @@ class OpenRequest:
 
     def take_in_ranks(self) -> StepRollouts:
         assert self._in_ranks is not None
-        rollouts, self._in_ranks = self._in_ranks, None
+        rollouts = self._in_ranks
+        self._in_ranks = None
         return rollouts
 
     def _progress(self) -> Message | None:
-        """A progress message, at most one per second and only after a change, because each restarts rank 0's timeout."""
+        """A progress message, at most one per second and only after a change, because each restarts
+        rank 0's timeout.
+        """
         if time.monotonic() - self._reported_at < PROGRESS_INTERVAL_S:
             return None
         report = (len(self.rollouts.judged), self.rollouts.num_wanted, not self.rollouts.missing)
         if report == self._reported:
             return None
-        self._reported, self._reported_at = report, time.monotonic()
-        return {"kind": "progress", **dict(zip(("done", "total", "waits_for_rewards"), report, strict=True))}, {}
+        self._reported = report
+        self._reported_at = time.monotonic()
+        return {
+            "kind": "progress",
+            **dict(zip(("done", "total", "waits_for_rewards"), report, strict=True)),
+        }, {}

@@ -27,7 +27,10 @@ class ProblemCounts:
 
 
 def count_problem(problem_id: str, samples: Sequence[Sample]) -> ProblemCounts:
-    """Counts of the judged `samples` of one problem. The judge labels a truncated response by `admission.truncated`."""
+    """Counts of the judged `samples` of one problem.
+
+    The judge labels a truncated response by `admission.truncated`.
+    """
     judged = [sample for sample in samples if sample.failure is None]
     return ProblemCounts(
         problem_id=problem_id,
@@ -51,26 +54,33 @@ class PassAtK(NamedTuple):
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1}^{n} (1 - k / i): at least one of k of the n responses is correct.
+    """1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1}^{n} (1 - k / i): at least one of k of
+    the n responses is correct.
 
     Raises ValueError for impossible counts; the configuration rejects a k above n.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(f"num_correct={num_correct} and k={k} do not fit num_samples={num_samples}")
+        raise ValueError(
+            f"num_correct={num_correct} and k={k} do not fit num_samples={num_samples}"
+        )
     if num_samples - num_correct < k:
         return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
+    return 1.0 - math.prod(
+        1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1)
+    )
 
 
 def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
-    """The mean of pass@k over problems and its standard error (sample standard deviation / sqrt(problems)).
+    """The mean of pass@k over problems and its standard error (sample standard deviation /
+    sqrt(problems)).
 
-    A problem with fewer than k judged responses because the verifier failed is excluded and counted. The result does not
-    depend on the order of `problems`.
+    A problem with fewer than k judged responses because the verifier failed is excluded and
+    counted. The result does not depend on the order of `problems`.
     """
     problems = list(problems)
     counted = [p for p in problems if not p.num_samples < k <= p.num_samples + p.num_unjudged]
-    values, count = [pass_at_k(p.num_samples, p.num_correct, k) for p in counted], len(counted)
+    values = [pass_at_k(p.num_samples, p.num_correct, k) for p in counted]
+    count = len(counted)
     # fsum rounds once, so the result does not depend on the order.
     mean = math.fsum(values) / count if count else None
     error = None
@@ -79,8 +89,12 @@ def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
     return PassAtK(mean, error, len(problems) - count)
 
 
-def benchmark_metrics(benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]) -> dict[str, float | None]:
-    """Metrics of a row of `metrics.jsonl`: `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them.
+def benchmark_metrics(
+    benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]
+) -> dict[str, float | None]:
+    """Metrics of a row of `metrics.jsonl`:
+
+    `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them.
 
     `len_mean` (tokens) and `truncated_frac` are means over all responses, judged or not.
     """
@@ -90,8 +104,12 @@ def benchmark_metrics(benchmark: str, problems: Sequence[ProblemCounts], ks: Seq
         f"{prefix}/num_problems": len(problems),
         f"{prefix}/num_samples": sum(problem.num_samples for problem in problems),
         f"{prefix}/num_unjudged": sum(problem.num_unjudged for problem in problems),
-        f"{prefix}/len_mean": sum(p.num_tokens for p in problems) / num_responses if num_responses else None,
-        f"{prefix}/truncated_frac": sum(p.num_truncated for p in problems) / num_responses if num_responses else None,
+        f"{prefix}/len_mean": sum(p.num_tokens for p in problems) / num_responses
+        if num_responses
+        else None,
+        f"{prefix}/truncated_frac": sum(p.num_truncated for p in problems) / num_responses
+        if num_responses
+        else None,
     }
     for k in ks:
         result = aggregate(problems, k)

@@ -37,17 +37,26 @@ def sample_requests(
 def evaluation_requests(
     options: EvaluationOptions, benchmarks: Sequence[PromptSet], *, run_seed: int, step: int
 ) -> list[SampleRequest]:
-    """The requests of an evaluation; `benchmarks` are the prompts of `options.benchmarks`, in their order."""
+    """The requests of an evaluation; `benchmarks` are the prompts of `options.benchmarks`, in their
+    order.
+    """
     assert options.sampling is not None  # the config requires it with benchmarks
     requests: list[SampleRequest] = []
     for benchmark, found in zip(options.benchmarks, benchmarks, strict=True):
         num = draws_of(options, benchmark)[0]
-        requests += sample_requests(found.prompts, num, options.sampling, run_seed=run_seed, step=step, purpose="eval")
+        requests += sample_requests(
+            found.prompts, num, options.sampling, run_seed=run_seed, step=step, purpose="eval"
+        )
     return requests
 
 
-def sample_seed(run_seed: int, step: int, prompt_id: str, index: int, *, purpose: str = "train") -> int:
-    """63-bit seed of a sample. `purpose` separates an evaluation from the training step with the same number."""
+def sample_seed(
+    run_seed: int, step: int, prompt_id: str, index: int, *, purpose: str = "train"
+) -> int:
+    """63-bit seed of a sample.
+
+    `purpose` separates an evaluation from the training step with the same number.
+    """
     # prompt_id, the only free text, comes last, so different requests never give the same bytes.
     key = f"{purpose}|{run_seed}|{step}|{index}|{prompt_id}".encode()
     return int.from_bytes(blake2b(key, digest_size=8, person=b"pacs-sample").digest(), "big") >> 1

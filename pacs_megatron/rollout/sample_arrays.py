@@ -1,8 +1,10 @@
-"""Requests and samples as flat arrays and a JSON header, for messages between driver and ranks, checkpoints and records.
+"""Requests and samples as flat arrays and a JSON header, for messages between driver and ranks,
+checkpoints and records.
 
-A record, `rollouts/step_000012.safetensors`, has the exact samples of a step. Its arrays are int32 token ids, float32
-log-probs and the sampler's experts; its metadata has ids, prompt lengths, stop reasons and spans as JSON. A run can
-train the step again from it. A sample's seed follows from its id and the run's seed (`requests`).
+A record, `rollouts/step_000012.safetensors`, has the exact samples of a step. Its arrays are int32
+token ids, float32 log-probs and the sampler's experts; its metadata has ids, prompt lengths, stop
+reasons and spans as JSON. A run can train the step again from it. A sample's seed follows from its
+id and the run's seed (`requests`).
 """
 
 import json
@@ -36,18 +38,30 @@ def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequ
     return header, {"token_ids": token_ids, "offsets": offsets}
 
 
-def requests_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[SampleRequest]:
+def requests_from_message(
+    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> list[SampleRequest]:
     """Inverse of `requests_to_message`; requests of one prompt share its token array."""
     prompts = [arrays["token_ids"][start:stop] for start, stop in pairwise(arrays["offsets"])]
     params = SamplingOptions.model_validate(header["params"])
     return [
-        SampleRequest(id=sample_id, prompt_id=header["prompt_ids"][k], token_ids=prompts[k], seed=seed, params=params)
-        for sample_id, k, seed in zip(header["ids"], header["prompts"], header["seeds"], strict=True)
+        SampleRequest(
+            id=sample_id,
+            prompt_id=header["prompt_ids"][k],
+            token_ids=prompts[k],
+            seed=seed,
+            params=params,
+        )
+        for sample_id, k, seed in zip(
+            header["ids"], header["prompts"], header["seeds"], strict=True
+        )
     ]
 
 
 def samples_to_message(samples: Sequence[Sample]) -> Message:
-    """The message of samples: token ids, log-probs, experts and weight versions, without rewards and labels."""
+    """The message of samples: token ids, log-probs, experts and weight versions, without rewards
+    and labels.
+    """
     header = {
         "ids": [s.id for s in samples],
         "prompt_ids": [s.prompt_id for s in samples],
@@ -57,7 +71,9 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
     }
     arrays: dict[str, np.ndarray] = {}
     arrays["token_ids"], arrays["offsets"] = flat([s.token_ids for s in samples], np.int32)
-    arrays["logprobs"], arrays["logprob_offsets"] = flat([s.sampler_logprobs for s in samples], np.float32)
+    arrays["logprobs"], arrays["logprob_offsets"] = flat(
+        [s.sampler_logprobs for s in samples], np.float32
+    )
     recorded = [s.routes for s in samples if s.routes is not None]
     if recorded:
         none = recorded[0][:0]
@@ -66,14 +82,26 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
     return header, arrays
 
 
-def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Sample]:
+def samples_from_message(
+    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> list[Sample]:
     def parts(values: str, offsets: str) -> list[np.ndarray]:
         return [arrays[values][start:stop] for start, stop in pairwise(arrays[offsets])]
 
-    routes = parts("routes", "route_offsets") if "routes" in arrays else [np.empty(0)] * len(header["ids"])
-    tokens, logprobs = parts("token_ids", "offsets"), parts("logprobs", "logprob_offsets")
+    routes = (
+        parts("routes", "route_offsets")
+        if "routes" in arrays
+        else [np.empty(0)] * len(header["ids"])
+    )
+    tokens = parts("token_ids", "offsets")
+    logprobs = parts("logprobs", "logprob_offsets")
     columns = zip(
-        header["ids"], header["prompt_ids"], header["prompt_lens"], header["stops"], header["spans"], strict=True
+        header["ids"],
+        header["prompt_ids"],
+        header["prompt_lens"],
+        header["stops"],
+        header["spans"],
+        strict=True,
     )
     return [
         Sample(
@@ -82,7 +110,9 @@ def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndar
             token_ids=tokens[k],
             prompt_len=prompt_len,
             sampler_logprobs=logprobs[k],
-            spans=tuple(Span(version=v, digest=d, start=start, end=end) for v, d, start, end in spans),
+            spans=tuple(
+                Span(version=v, digest=d, start=start, end=end) for v, d, start, end in spans
+            ),
             stop=Stop(stop),
             routes=routes[k] if len(routes[k]) else None,
         )
@@ -90,8 +120,12 @@ def samples_from_message(header: Mapping[str, Any], arrays: Mapping[str, np.ndar
     ]
 
 
-def check_saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], steps: range, vocab_size: int) -> None:
-    """Raises ValueError for samples of a checkpoint that no sampler can return, although the digest is right."""
+def check_saved(
+    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], steps: range, vocab_size: int
+) -> None:
+    """Raises ValueError for samples of a checkpoint that no sampler can return, although the digest
+    is right.
+    """
     for values, bounds in (("token_ids", "offsets"), ("logprobs", "logprob_offsets")):
         offsets = arrays[bounds]
         if offsets[0] != 0 or offsets[-1] != len(arrays[values]) or (np.diff(offsets) < 0).any():
@@ -104,10 +138,14 @@ def check_saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], ste
         raise ValueError("a label is not 0 or 1")
     for saved in header["steps"]:
         if saved["step"] not in steps:
-            raise ValueError(f"step {saved['step']} is not between {steps.start} and {steps.stop - 1}")
+            raise ValueError(
+                f"step {saved['step']} is not between {steps.start} and {steps.stop - 1}"
+            )
 
 
 def write_record(path: Path, samples: Sequence[Sample]) -> None:
-    """Writes a record of samples without verdicts, in the given order; equal samples give equal bytes."""
+    """Writes a record of samples without verdicts, in the given order; equal samples give equal
+    bytes.
+    """
     header, arrays = samples_to_message(samples)
     write_atomically(path, [save(arrays, metadata={"samples": json.dumps(header)})])

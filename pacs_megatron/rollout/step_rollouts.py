@@ -1,4 +1,6 @@
-"""The samples of a dispatched step, their form in a checkpoint, and the weight versions that sampled them."""
+"""The samples of a dispatched step, their form in a checkpoint, and the weight versions that
+sampled them.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +16,10 @@ from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, s
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepRollouts:
-    """The samples of a step or an evaluation, from dispatch to training. The owner's lock guards changes."""
+    """The samples of a step or an evaluation, from dispatch to training.
+
+    The owner's lock guards changes.
+    """
 
     step: int
     prompts: tuple[Prompt, ...]
@@ -50,8 +55,10 @@ class StepRollouts:
 
     def extend(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> None:
         """Adds a round of prompts; `start` then requests their samples."""
-        self.prompts, self.requests = (*self.prompts, *prompts), (*self.requests, *requests)
-        self.refills, self.started = self.refills + 1, False
+        self.prompts = (*self.prompts, *prompts)
+        self.requests = (*self.requests, *requests)
+        self.refills = self.refills + 1
+        self.started = False
         self.__post_init__()
 
     @property
@@ -84,7 +91,9 @@ class StepRollouts:
         ids = self._ids_of[prompt_id]
         if not self.judged.issuperset(ids):
             return None
-        return Group(prompt_id=prompt_id, samples=tuple(self.sampled[sample_id] for sample_id in ids))
+        return Group(
+            prompt_id=prompt_id, samples=tuple(self.sampled[sample_id] for sample_id in ids)
+        )
 
     def cancel_rest(self) -> list[str]:
         """Cancels every request that is not judged. Returns the ids of those in flight."""
@@ -115,7 +124,9 @@ def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
         for rollouts in steps
     ]
     header["rewards"] = [[s.reward, s.reward_details] for s in samples]
-    arrays["labels"] = np.array([-1 if s.label is None else s.label for s in samples], dtype=np.int8)
+    arrays["labels"] = np.array(
+        [-1 if s.label is None else s.label for s in samples], dtype=np.int8
+    )
     return header, arrays
 
 
@@ -126,24 +137,32 @@ def rollouts_from_message(
     requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
 ) -> list[StepRollouts]:
     """The saved steps. Samples whose verifier failed will be judged again. Raises CheckpointError."""
-    verdicts = zip(samples_from_message(header, arrays), header["rewards"], arrays["labels"].tolist(), strict=True)
+    verdicts = zip(
+        samples_from_message(header, arrays),
+        header["rewards"],
+        arrays["labels"].tolist(),
+        strict=True,
+    )
     samples = [
         sample if label < 0 else replace(sample, reward=reward, label=label, reward_details=details)
         for sample, (reward, details), label in verdicts
     ]
-    steps, start = [], 0
+    steps = []
+    start = 0
     for saved in header["steps"]:
         missing = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
         if missing:
             raise CheckpointError(
-                f"the checkpoint's rollout buffer has samples of prompt {missing[0]}, which the data no longer has; use the "
+                f"the checkpoint's rollout buffer has samples of prompt {missing[0]}, which the "
+                "data no longer has; use the "
                 "same data, or start a new run"
             )
         found = samples[start : start + saved["samples"]]
         for sample in found:
             if sample.prompt_id not in saved["prompts"]:
                 raise ValueError(
-                    f"sample {sample.id} is of prompt {sample.prompt_id}, which is not in step {saved['step']}"
+                    f"sample {sample.id} is of prompt {sample.prompt_id}, which is not in step "
+                    f"{saved['step']}"
                 )
         own = tuple(prompts[prompt_id] for prompt_id in saved["prompts"])
         steps.append(
@@ -161,7 +180,9 @@ def rollouts_from_message(
 
 
 def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> dict[str, float]:
-    """Metrics before admission: means of rewards and labels over judged samples, lengths over all samples."""
+    """Metrics before admission: means of rewards and labels over judged samples, lengths over all
+    samples.
+    """
     rewarded = [s for s in samples if s.reward is not None]
     lens = np.array([s.response_len for s in samples], dtype=np.float64)
     metrics = {
@@ -177,9 +198,12 @@ def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> di
 
 
 class SentWeights:
-    """Maps the digest of sent weights to their number of trained steps, s. Equal weights count as the newest.
+    """Maps the digest of sent weights to their number of trained steps, s.
 
-    Step t may be sampled if t <= s + 1 + rollout.max_staleness. A sample's staleness is (t - 1) - s of its oldest span.
+    Equal weights count as the newest.
+
+    Step t may be sampled if t <= s + 1 + rollout.max_staleness. A sample's staleness is (t - 1) - s
+    of its oldest span.
     """
 
     def __init__(self) -> None:
@@ -194,12 +218,15 @@ class SentWeights:
         unknown = {span.digest for span in sample.spans} - self._step_of.keys()
         if unknown:
             raise RolloutError(
-                f"sample {sample.id} comes from weights with digest {min(unknown)}, which this run never sent; restart "
+                f"sample {sample.id} comes from weights with digest {min(unknown)}, which this "
+                "run never sent; restart "
                 "the rollout servers"
             )
 
     def staleness(self, sample: Sample, step: int) -> int:
-        return step - 1 - min((self._step_of[span.digest] for span in sample.spans), default=step - 1)
+        return (
+            step - 1 - min((self._step_of[span.digest] for span in sample.spans), default=step - 1)
+        )
 
     def state_dict(self, samples: Iterable[Sample]) -> dict[str, int]:
         used = {span.digest for sample in samples for span in sample.spans}
@@ -210,7 +237,9 @@ class SentWeights:
 
 
 def staleness_metrics(samples: Iterable[Sample], staleness: Iterable[int]) -> dict[str, float]:
-    """`staleness/mean` and `staleness/max` in steps, and the share of samples with several weight versions."""
+    """`staleness/mean` and `staleness/max` in steps, and the share of samples with several weight
+    versions.
+    """
     pairs = list(zip(samples, staleness, strict=True))
     if not pairs:
         return {}

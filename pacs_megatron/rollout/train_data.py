@@ -32,11 +32,15 @@ class TrainData:
             logger.info("%s: %d of %d prompts dropped: more than %s", loaded.name, *counts, limit)
         self.prompts = loaded.prompts
         if not config.rollout.is_sampled:
-            self._demonstrations = self._encode(loaded, config.rollout.sampling.max_response_tokens, model_dir)
+            self._demonstrations = self._encode(
+                loaded, config.rollout.sampling.max_response_tokens, model_dir
+            )
             self.prompts = tuple(p for p in loaded.prompts if p.id in self._demonstrations)
             if not self.prompts:
                 limit = f"rollout.max_response_tokens={config.rollout.sampling.max_response_tokens}"
-                raise DataError(f"{config.data.train.path}: no demonstration fits {limit}; raise it")
+                raise DataError(
+                    f"{config.data.train.path}: no demonstration fits {limit}; raise it"
+                )
             if dropped := len(loaded.prompts) - len(self.prompts):
                 logger.info("%s: %d demonstrations dropped: too long", loaded.name, dropped)
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
@@ -62,7 +66,9 @@ class TrainData:
         )
 
     def refill(self, rollouts: StepRollouts, num_missing: int) -> tuple[Prompt, ...]:
-        """New prompts for `num_missing` groups of a step; empty if the step has all prompts of the data."""
+        """New prompts for `num_missing` groups of a step; empty if the step has all prompts of the
+        data.
+        """
         wanted = math.ceil(num_missing * self._config.admission.oversample)
         taken = self.order.take(min(wanted + len(rollouts.prompts), len(self.prompts)))
         new = [k for k in taken if self.prompts[k].id not in rollouts.by_id][:wanted]
@@ -78,11 +84,13 @@ class TrainData:
         config = self._config
         if not config.rollout.is_sampled:
             return []
-        sampling, num = config.rollout.sampling, config.batch.samples_per_prompt
+        sampling = config.rollout.sampling
+        num = config.batch.samples_per_prompt
         return sample_requests(prompts, num, sampling, run_seed=config.run.seed, step=step)
 
     def _encode(self, loaded: PromptSet, limit: int, model_dir: Path) -> dict[str, np.ndarray]:
-        """Prompt id -> int32 response ids with the end-of-sequence token; over-long solutions are dropped.
+        """Prompt id -> int32 response ids with the end-of-sequence token; over-long solutions are
+        dropped.
 
         Special tokens in a solution stay text, as in a problem.
         """
@@ -94,7 +102,8 @@ class TrainData:
         for prompt in loaded.prompts:
             if not prompt.solution:
                 raise DataError(
-                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to train on; name the column "
+                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to train "
+                    "on; name the column "
                     "with data.train.columns.solution"
                 )
             [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)

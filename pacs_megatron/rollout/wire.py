@@ -24,22 +24,33 @@ OnWait = Callable[[], None] | None
 
 
 class Connection:
-    """One end of a stream socket. `timeout_s` limits a pause inside a message; `poll` waits for the first byte."""
+    """One end of a stream socket.
+
+    `timeout_s` limits a pause inside a message; `poll` waits for the first byte.
+    """
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float | None = None) -> None:
         self._sock = sock
         self._peer = peer
         self._sock.settimeout(timeout_s)
 
-    def send(self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None) -> None:
-        """Sends a message. Calls `on_wait` every second until the peer reads. Raises RolloutError if it has ended."""
+    def send(
+        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+    ) -> None:
+        """Sends a message.
+
+        Calls `on_wait` every second until the peer reads. Raises RolloutError if it has ended.
+        """
         head = json.dumps(header).encode()
         payload = pack_arrays(arrays) if arrays else b""
         with self._named():
             for data in (_PREFIX.pack(len(head), len(payload)) + head, payload):
                 view = memoryview(data)
                 while view:
-                    if on_wait is not None and not select.select([], [self._sock], [], _ON_WAIT_S)[1]:
+                    if (
+                        on_wait is not None
+                        and not select.select([], [self._sock], [], _ON_WAIT_S)[1]
+                    ):
                         on_wait()
                     else:
                         view = view[self._sock.send(view) :]
@@ -75,11 +86,14 @@ class Connection:
             yield
         except TimeoutError as error:
             raise RolloutError(
-                f"the {self._peer} stopped in the middle of a message for {self._sock.gettimeout():g} s; see its log in "
+                f"the {self._peer} stopped in the middle of a message for "
+                f"{self._sock.gettimeout():g} s; see its log in "
                 "the run's folder"
             ) from error
         except OSError as error:
-            raise RolloutError(f"the {self._peer} has ended unexpectedly; see its log in the run's folder") from error
+            raise RolloutError(
+                f"the {self._peer} has ended unexpectedly; see its log in the run's folder"
+            ) from error
 
     def close(self) -> None:
         self._sock.close()

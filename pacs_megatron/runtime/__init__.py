@@ -1,1 +1,4 @@
-"""Files and processes of a run that training, rollouts and launch share. Imports neither torch nor Megatron."""
+"""Files and processes of a run that training, rollouts and launch share.
+
+Imports neither torch nor Megatron.
+"""

@@ -1,4 +1,6 @@
-"""Finds a process's rank (torchrun, srun or alone), the environment variables of ranks, and installed versions."""
+"""Finds a process's rank (torchrun, srun or alone), the environment variables of ranks, and
+installed versions.
+"""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +11,11 @@ from pathlib import Path
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
 
-_KNOWN_WARNINGS = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
+_KNOWN_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+)
 PACKAGES = (
     *("torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
     *("datasets", "math-verify", "pydantic", "nemo-run", "numpy"),
@@ -22,13 +28,18 @@ VISIBLE_GPUS = "PACS_VISIBLE_GPUS"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names of the GPUs of the trainer's ranks, by local rank; empty without CUDA_VISIBLE_DEVICES (all GPUs)."""
+    """Names of the GPUs of the trainer's ranks, by local rank; empty without CUDA_VISIBLE_DEVICES
+    (all GPUs).
+    """
     text = environ.get(VISIBLE_GPUS, environ.get("CUDA_VISIBLE_DEVICES", ""))
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def hide_gpus() -> bool:
-    """Hides this host's GPUs from torch, which has not used CUDA yet. Returns whether there may be some."""
+    """Hides this host's GPUs from torch, which has not used CUDA yet.
+
+    Returns whether there may be some.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return any(path.exists() for path in DRIVER_FILES)
 
@@ -58,12 +69,17 @@ class RankPlace:
 
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
-    """The place if torchrun or srun started this process as a rank, else None. Raises ConfigError if it is incomplete."""
+    """The place if torchrun or srun started this process as a rank, else None.
+
+    Raises ConfigError if it is incomplete.
+    """
     # A batch script also has SLURM_PROCID; only tasks of srun have a step id.
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        launcher, read = "torchrun", _from_torchrun
+        launcher = "torchrun"
+        read = _from_torchrun
     elif "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        launcher, read = "srun", _from_srun
+        launcher = "srun"
+        read = _from_srun
     else:
         return None
     try:
@@ -72,15 +88,30 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
         text = f"the environment is that of {launcher}, but {error.args[0]} is not set"
         raise ConfigError(f"{text}; start ranks by torchrun or srun, or unset RANK") from None
     except ValueError as error:
-        raise ConfigError(f"a variable of {launcher} is no integer: {error}; correct the launcher") from None
-    inside = 0 <= place.local_rank < place.local_world_size <= place.world_size and 0 <= place.rank < place.world_size
-    if not inside or not 0 < place.master_port < 65536 or place.master_addr.split() != [place.master_addr]:
-        raise ConfigError(f"the environment of {launcher} is inconsistent: {place}; correct the launcher")
+        raise ConfigError(
+            f"a variable of {launcher} is no integer: {error}; correct the launcher"
+        ) from None
+    inside = (
+        0 <= place.local_rank < place.local_world_size <= place.world_size
+        and 0 <= place.rank < place.world_size
+    )
+    if (
+        not inside
+        or not 0 < place.master_port < 65536
+        or place.master_addr.split() != [place.master_addr]
+    ):
+        raise ConfigError(
+            f"the environment of {launcher} is inconsistent: {place}; correct the launcher"
+        )
     return place
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankPlace:
-    numbers = {field.name: int(environ[field.name.upper()]) for field in fields(RankPlace) if field.type is int}
+    numbers = {
+        field.name: int(environ[field.name.upper()])
+        for field in fields(RankPlace)
+        if field.type is int
+    }
     return RankPlace(master_addr=environ["MASTER_ADDR"], **numbers)
 
 
@@ -100,7 +131,10 @@ def first_host(node_list: str) -> str:
     """The first host of a Slurm node list such as `n[1-4]`, expanded by `scontrol`."""
     done = run_program(["scontrol", "show", "hostnames", node_list])
     if done.returncode or not done.stdout:
-        raise ConfigError(f"scontrol cannot expand the node list {node_list!r}: {done.stderr.strip()}; set MASTER_ADDR")
+        raise ConfigError(
+            f"scontrol cannot expand the node list {node_list!r}: {done.stderr.strip()}; set "
+            "MASTER_ADDR"
+        )
     return done.stdout.split()[0]
 
 
@@ -118,7 +152,8 @@ def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, s
         # Megatron overlaps tensor-parallel communication by the order of kernels in a single queue.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Seconds that torchrun (2.11 and later) waits for the other ranks after one has ended; they may be saving.
+        # Seconds that torchrun (2.11 and later) waits for the other ranks after one has ended; they
+        # may be saving.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
         # Megatron repeats these on every rank; the policy logs once what is missing.
         "PYTHONWARNINGS": ",".join(f"ignore:{start}" for start in _KNOWN_WARNINGS),

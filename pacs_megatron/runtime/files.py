@@ -18,13 +18,19 @@ from pacs_megatron.runtime.json_reader import as_object, parse_json, read_bytes,
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file that is not completely written; such a file is never read."""
 GIB = 2**30
-_KIND = re.compile(rb'<!doctype html>.{0,2000}?<title>\w+[:<]|\{\n "direction": "[a-z-]+"|.{0,12}', re.DOTALL)
-"""The start of an output, up to its first name or number, or the checksum of an archive: equal in all outputs of a kind."""
+_KIND = re.compile(
+    rb'<!doctype html>.{0,2000}?<title>\w+[:<]|\{\n "direction": "[a-z-]+"|.{0,12}', re.DOTALL
+)
+"""The start of an output, up to its first name or number, or the checksum of an archive: equal in
+all outputs of a kind.
+"""
 
 
 def existing_parent(folder: Path) -> Path:
     """The folder itself, or its nearest existing parent."""
-    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return next(
+        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
+    )
 
 
 @contextlib.contextmanager
@@ -39,7 +45,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
-    """Writes `chunks` to `path`, which has its old or its new content, also after a kill. Creates parent folders."""
+    """Writes `chunks` to `path`, which has its old or its new content, also after a kill.
+
+    Creates parent folders.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
@@ -75,7 +84,10 @@ def disk_error(folder: Path) -> OSError | None:
 
 
 def is_file(path: Path, error: type[PacsError] = DataError) -> bool:
-    """Whether there is a file. Raises `error` if `path` exists but is no regular file: folder, pipe, device, broken link."""
+    """Whether there is a file.
+
+    Raises `error` if `path` exists but is no regular file: folder, pipe, device, broken link.
+    """
     if not path.is_file() and os.path.lexists(path):
         raise error(f"{path}: not a regular file; correct or remove it")
     return path.is_file()
@@ -89,19 +101,28 @@ def check_distinct(paths: Iterable[Path]) -> None:
 
 
 def check_output(path: Path, content: bytes) -> None:
-    """Raises ConfigError if `path` is a folder or a device, or a file of another kind: one that starts unlike `content`."""
+    """Raises ConfigError if `path` is a folder or a device, or a file of another kind: one that
+    starts unlike `content`.
+    """
     kind = _KIND.match(content)[0]  # type: ignore[index]
-    if (path.exists() and not path.is_file()) or os.path.islink(os.path.realpath(path)):  # a loop of links
+    if (path.exists() and not path.is_file()) or os.path.islink(
+        os.path.realpath(path)
+    ):  # a loop of links
         raise ConfigError(f"{path} is not a regular file; name another file for the output")
     if path.exists():
         with path.open("rb") as file:
             before = file.read(len(kind))
         if before and before != kind:
-            raise ConfigError(f"{path} exists and is not an earlier output of this command; name another file")
+            raise ConfigError(
+                f"{path} exists and is not an earlier output of this command; name another file"
+            )
 
 
 def write_outputs(files: Sequence[tuple[Path, bytes]]) -> None:
-    """Writes the output files that the user named. Raises ConfigError as `check_output` does, before anything is written."""
+    """Writes the output files that the user named.
+
+    Raises ConfigError as `check_output` does, before anything is written.
+    """
     check_distinct([path for path, _ in files])
     for path, content in files:
         check_output(path, content)
@@ -121,13 +142,19 @@ def sync_path(path: Path) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One JSON object and a newline. A lone surrogate becomes its JSON escape. NaN and Inf raise ValueError."""
+    """One JSON object and a newline.
+
+    A lone surrogate becomes its JSON escape. NaN and Inf raise ValueError.
+    """
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """The lines that end in a newline, without it; none if there is no file. Skips a last line that a kill cut."""
+    """The lines that end in a newline, without it; none if there is no file.
+
+    Skips a last line that a kill cut.
+    """
     if is_file(path):
         yield from (line[:-1] for line in read_lines(path) if line.endswith(b"\n"))
 

@@ -1,4 +1,6 @@
-"""HTTP requests with limits of time and size; redirects are not followed, and responses are not decompressed."""
+"""HTTP requests with limits of time and size; redirects are not followed, and responses are not
+decompressed.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +16,15 @@ class ResponseTooLongError(aiohttp.ClientPayloadError):
 
 
 def open_session(**options: Any) -> aiohttp.ClientSession:
-    """A session without the environment's proxies and without compression (a few bytes could expand to gigabytes)."""
+    """A session without the environment's proxies and without compression (a few bytes could expand
+    to gigabytes).
+    """
     return aiohttp.ClientSession(
-        trust_env=False, read_bufsize=1 << 20, auto_decompress=False, skip_auto_headers=("Accept-Encoding",), **options
+        trust_env=False,
+        read_bufsize=1 << 20,
+        auto_decompress=False,
+        skip_auto_headers=("Accept-Encoding",),
+        **options,
     )
 
 
@@ -42,7 +50,9 @@ async def exchange(
         allow_redirects=False,  # a redirect would send prompts and key to another address
     ) as response:
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise aiohttp.ClientPayloadError("the response is compressed; turn compression off in the server")
+            raise aiohttp.ClientPayloadError(
+                "the response is compressed; turn compression off in the server"
+            )
         if response.content_length is not None and response.content_length <= limit:
             return response.status, await response.read()
         data = bytearray()

@@ -1,7 +1,8 @@
 """Reads all JSON that comes from outside of this process.
 
-Every fault raises the caller's error class with one line: special files, size, encoding, malformed JSON, text after the
-value, repeated keys, depth, huge numbers, NaN, and strings that no file name can contain (NUL, lone surrogates).
+Every fault raises the caller's error class with one line: special files, size, encoding, malformed
+JSON, text after the value, repeated keys, depth, huge numbers, NaN, and strings that no file name
+can contain (NUL, lone surrogates).
 """
 
 import json
@@ -28,7 +29,9 @@ class _RefusedError(ValueError):
     """A value that JSON's grammar allows and this reader rejects."""
 
 
-def read_object(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def read_object(
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES
+) -> dict[str, Any]:
     """The object of a JSON file. Raises `error`."""
     value = parse_json(read_text(path, error=error, max_bytes=max_bytes), str(path), error=error)
     return as_object(value, str(path), error=error)
@@ -55,21 +58,29 @@ def parse_json(
         rest = text[end:].lstrip(_SPACE)
         if not rest:
             return value
-        position, problem = len(text) - len(rest), f"text after the JSON value ({shown(rest)}); remove it"
+        position = len(text) - len(rest)
+        problem = f"text after the JSON value ({shown(rest)}); remove it"
     except json.JSONDecodeError as found:
-        position, problem = found.pos, f"malformed JSON at column {found.colno}: {found.msg}; correct it"
+        position = found.pos
+        problem = f"malformed JSON at column {found.colno}: {found.msg}; correct it"
     except RecursionError:
         problem = _TOO_DEEP
     except _RefusedError as found:
         problem = str(found)
-    place = "" if line is None and position == 0 else f":{(line or 1) + text.count(chr(10), 0, position)}"
+    place = (
+        ""
+        if line is None and position == 0
+        else f":{(line or 1) + text.count(chr(10), 0, position)}"
+    )
     raise error(f"{where}{place}: {problem}")
 
 
 def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> dict[str, Any]:
     """`value` where it is a JSON object. Raises `error` otherwise."""
     if not isinstance(value, dict):
-        raise error(f"{where}: expected a JSON object, got {_KINDS.get(type(value), type(value).__name__)}")
+        raise error(
+            f"{where}: expected a JSON object, got {_KINDS.get(type(value), type(value).__name__)}"
+        )
     return value
 
 
@@ -78,7 +89,9 @@ def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int 
     return _decode(read_bytes(path, error=error, max_bytes=max_bytes), str(path), error)
 
 
-def read_bytes(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> bytes:
+def read_bytes(
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES
+) -> bytes:
     """As `read_text`, the bytes."""
     with _regular(path, error) as (file, size):
         if size > max_bytes:
@@ -86,14 +99,22 @@ def read_bytes(path: Path, *, error: type[PacsError] = DataError, max_bytes: int
         return file.read()
 
 
-def read_lines(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
-    """The lines of a file of any size, one at a time, with their newlines. Raises `error` for one of over `max_bytes`."""
+def read_lines(
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES
+) -> Iterator[bytes]:
+    """The lines of a file of any size, one at a time, with their newlines.
+
+    Raises `error` for one of over `max_bytes`.
+    """
     with _regular(path, error) as (file, _):
         number = 0
         while line := file.readline(max_bytes + 1):
             number += 1
             if len(line) > max_bytes:
-                raise error(f"{path}:{number}: a line of more than {max_bytes} bytes; is it a file of lines?")
+                raise error(
+                    f"{path}:{number}: a line of more than {max_bytes} bytes; is it a file of "
+                    "lines?"
+                )
             yield line
 
 
@@ -120,7 +141,9 @@ def _decode(content: bytes, where: str, error: type[PacsError]) -> str:
 
 def _number(text: str, kind: type[int] | type[float] = float) -> float:
     if len(text) > MAX_DIGITS:
-        raise _RefusedError(f"a number of {len(text)} characters ({shown(text)}); at most {MAX_DIGITS} are read")
+        raise _RefusedError(
+            f"a number of {len(text)} characters ({shown(text)}); at most {MAX_DIGITS} are read"
+        )
     value = kind(text)
     if not math.isfinite(value):
         raise _RefusedError(f"the number {shown(text)} is too large for a 64-bit float")
@@ -141,15 +164,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=partial(_number, kind=int), parse_float=_number, parse_constant=_constant
+    object_pairs_hook=_object,
+    parse_int=partial(_number, kind=int),
+    parse_float=_number,
+    parse_constant=_constant,
 )
-_KINDS = {dict: "an object", list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+_KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+}
 _KINDS[type(None)] = "null"
 
 
 def _check(value: Any, any_text: bool) -> None:
     """Level by level: depth, and the text of every key and string."""
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
         below: list[Any] = []
         for item in level:
@@ -160,7 +194,8 @@ def _check(value: Any, any_text: bool) -> None:
             for text in item if isinstance(item, dict) else (item,):
                 if isinstance(text, str) and not any_text:
                     _check_text(text)
-        level, depth = below, depth + 1
+        level = below
+        depth = depth + 1
         if depth > MAX_DEPTH:
             raise _RefusedError(_TOO_DEEP)
 
@@ -172,7 +207,9 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as found:
         place = f"character {found.start}"
-        raise _RefusedError(f"the string {shown(text)} contains a lone surrogate ({place}); remove it") from found
+        raise _RefusedError(
+            f"the string {shown(text)} contains a lone surrogate ({place}); remove it"
+        ) from found
 
 
 @contextmanager
@@ -180,5 +217,15 @@ def parsing(where: str, error: type[PacsError]) -> Iterator[None]:
     """Raises `error` where the block finds that values lack a part, or have one of a wrong kind."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, AssertionError) as fault:
-        raise error(f"{where} is malformed ({type(fault).__name__}: {fault}); restore it") from fault
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        AssertionError,
+    ) as fault:
+        raise error(
+            f"{where} is malformed ({type(fault).__name__}: {fault}); restore it"
+        ) from fault

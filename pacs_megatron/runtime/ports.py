@@ -12,10 +12,15 @@ _ATTEMPTS = 64
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """`wanted`, or another port if `wanted` has a listener. The port is below those of Slurm jobs and of outgoing
-    connections, which could use it before a slow server binds it."""
+    """`wanted`, or another port if `wanted` has a listener.
+
+    The port is below those of Slurm jobs and of outgoing connections, which could use it before a
+    slow server binds it.
+    """
     try:
-        below = range(_SERVER_PORTS.start, min(_SERVER_PORTS.stop, int(_KERNEL_RANGE.read_text().split()[0])))
+        below = range(
+            _SERVER_PORTS.start, min(_SERVER_PORTS.stop, int(_KERNEL_RANGE.read_text().split()[0]))
+        )
     except (OSError, ValueError, IndexError):
         below = range(0)
     # Processes with equal seeds choose different ports.

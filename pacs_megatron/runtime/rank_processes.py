@@ -1,4 +1,7 @@
-"""Starts child processes of a command on this host, optionally as ranks of a world. They end with the command."""
+"""Starts child processes of a command on this host, optionally as ranks of a world.
+
+They end with the command.
+"""
 
 import os
 import time
@@ -16,7 +19,9 @@ _POLL_S = 1.0
 
 
 class Processes:
-    """Processes that run `action`, each with a log in `work`; with `world`, as ranks whose rendezvous is a file."""
+    """Processes that run `action`, each with a log in `work`; with `world`, as ranks whose
+    rendezvous is a file.
+    """
 
     def __init__(
         self,
@@ -30,7 +35,10 @@ class Processes:
     ) -> None:
         from torch.multiprocessing.spawn import start_processes
 
-        self._work, self._name, self._start, self._limit_s = work, name, time.monotonic(), limit_s
+        self._work = work
+        self._name = name
+        self._start = time.monotonic()
+        self._limit_s = limit_s
         (work / f"{name}.rendezvous").unlink(missing_ok=True)
         arguments = (work, name, action, world, limit_s)
         self._context: Any = start_processes(  # type: ignore[no-untyped-call]
@@ -38,7 +46,10 @@ class Processes:
         )
 
     def wait(self, error: type[PacsError]) -> None:
-        """Waits until all processes have ended. Raises `error` if one fails or the time limit has passed."""
+        """Waits until all processes have ended.
+
+        Raises `error` if one fails or the time limit has passed.
+        """
         from torch.multiprocessing.spawn import ProcessException
 
         try:
@@ -49,7 +60,9 @@ class Processes:
         except ProcessException as failure:
             errors = [file.read_text() for file in sorted(self._work.glob("*.error"))]
             # An error of the program is more specific than the connections that it broke.
-            found = min(errors, key=lambda text: "onnection" in text, default=f"{self._name}: {failure}")
+            found = min(
+                errors, key=lambda text: "onnection" in text, default=f"{self._name}: {failure}"
+            )
             raise error(found) from None
         finally:
             self.end()
@@ -60,7 +73,9 @@ class Processes:
             process.join()
 
 
-def _child(rank: int, work: Path, name: str, action: Callable[[], None], world: int, limit_s: float) -> None:
+def _child(
+    rank: int, work: Path, name: str, action: Callable[[], None], world: int, limit_s: float
+) -> None:
     die_with_parent()
     log = os.open(work / f"{name} {rank}.log", os.O_CREAT | os.O_WRONLY)
     for stream in (1, 2):
@@ -70,12 +85,19 @@ def _child(rank: int, work: Path, name: str, action: Callable[[], None], world: 
             import torch
             import torch.distributed as dist
 
-            os.environ.update(RankPlace(rank, world, rank, world, "127.0.0.1", 1).variables())  # the port is not used
+            os.environ.update(
+                RankPlace(rank, world, rank, world, "127.0.0.1", 1).variables()
+            )  # the port is not used
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            backend, meet = "nccl" if torch.cuda.is_available() else "gloo", (work / f"{name}.rendezvous").absolute()
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            meet = (work / f"{name}.rendezvous").absolute()
             limit = timedelta(seconds=limit_s)
-            dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=world, timeout=limit)
+            dist.init_process_group(
+                backend, init_method=f"file://{meet}", rank=rank, world_size=world, timeout=limit
+            )
         action()
     except BaseException as error:
-        (work / f"{name} {rank}.error").write_text(f"{name}, rank {rank}: {type(error).__name__}: {error}")
+        (work / f"{name} {rank}.error").write_text(
+            f"{name}, rank {rank}: {type(error).__name__}: {error}"
+        )
         raise

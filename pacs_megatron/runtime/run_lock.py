@@ -1,7 +1,9 @@
-"""Ensures one writer per run folder with an flock on `<run>/run.lock`, and with a lease in the file with a heartbeat.
+"""Ensures one writer per run folder with an flock on `<run>/run.lock`, and with a lease in the file
+with a heartbeat.
 
-On some file systems (Lustre without `-o flock`, NFS with `local_lock`) an flock does not reach other hosts, so the
-lease is needed too. Readers take no lock. Libraries such as filelock have only one of the two.
+On some file systems (Lustre without `-o flock`, NFS with `local_lock`) an flock does not reach
+other hosts, so the lease is needed too. Readers take no lock. Libraries such as filelock have only
+one of the two.
 """
 
 import fcntl
@@ -31,7 +33,9 @@ _HEARTBEAT_S = 5.0
 _STALE_S = 20.0
 """Seconds without a heartbeat after which another host's lease is stale"""
 _CERTAINLY_STALE_S = 900.0
-"""Age of the file, larger than any difference between clocks of hosts, above which a lease is stale at once"""
+"""Age of the file, larger than any difference between clocks of hosts, above which a lease is stale
+at once
+"""
 
 
 class FolderInUseError(ConfigError):
@@ -59,7 +63,10 @@ class Lease:
 
 
 class RunLock(Closing):
-    """Creates `run_dir` and holds its lock until `close`; takes over a dead process's lock. Raises FolderInUseError."""
+    """Creates `run_dir` and holds its lock until `close`; takes over a dead process's lock.
+
+    Raises FolderInUseError.
+    """
 
     def __init__(self, run_dir: Path, command: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -81,7 +88,11 @@ class RunLock(Closing):
         if before is not None:
             if _is_alive(self._path, before):
                 raise _refusal(run_dir, before)
-            logger.warning("%s: lock of %s taken over: that process ended without releasing it", run_dir, before)
+            logger.warning(
+                "%s: lock of %s taken over: that process ended without releasing it",
+                run_dir,
+                before,
+            )
         self._lease = _own_lease(command)
         self._write()
         if not has_flock:
@@ -105,25 +116,38 @@ class RunLock(Closing):
                 self._lease = replace(self._lease, heartbeat=self._lease.heartbeat + 1)
                 self._write()
             except ConfigError as error:
-                sys.stderr.write(f"{type(error).__name__}: {error}; this process exits without a save\n")
+                sys.stderr.write(
+                    f"{type(error).__name__}: {error}; this process exits without a save\n"
+                )
                 sys.stderr.flush()
                 os._exit(int(ExitCode.FAILED))
-            except OSError as error:  # a full disk, a busy file server: the next heartbeat may succeed
+            except (
+                OSError
+            ) as error:  # a full disk, a busy file server: the next heartbeat may succeed
                 logger.warning("%s: heartbeat not written: %s", self._path, error)
 
     def _keep(self) -> None:
-        """Restores a removed lock. Raises ConfigError when the folder was removed or another process has taken it over."""
+        """Restores a removed lock.
+
+        Raises ConfigError when the folder was removed or another process has taken it over.
+        """
         folder = self._path.parent
         found = _read(self._path)
         if found is not None and found.token != self._lease.token:
-            raise FolderInUseError(f"{folder}: {found} took this folder over while this process was stopped")
+            raise FolderInUseError(
+                f"{folder}: {found} took this folder over while this process was stopped"
+            )
         if found is not None:
             return
         if not folder.exists() or not os.path.samestat(folder.stat(), self._folder):
-            raise ConfigError(f"{folder} was removed, renamed or replaced while this process used it")
+            raise ConfigError(
+                f"{folder} was removed, renamed or replaced while this process used it"
+            )
         if self._path.exists():
             return
-        before, self._file = self._file, _open(self._path)  # first: a descriptor of a failed attempt stays open
+        # first: a descriptor of a failed attempt stays open
+        before = self._file
+        self._file = _open(self._path)
         os.close(before)
         _flock(self._file, folder)
         logger.warning("%s was removed while this process holds it; written again", self._path)
@@ -144,7 +168,10 @@ def _open(path: Path) -> int:
 
 
 def lock_owner(run_dir: Path) -> Lease | None:
-    """The live writer of `run_dir`, or None. Takes no lock and writes nothing; may wait up to 20 s, with a log line."""
+    """The live writer of `run_dir`, or None.
+
+    Takes no lock and writes nothing; may wait up to 20 s, with a log line.
+    """
     path = run_dir / LOCK_FILE
     lease = _read(path)
     return lease if lease is not None and _is_alive(path, lease) else None
@@ -162,19 +189,26 @@ def _refusal(run_dir: Path, owner: Lease | None) -> FolderInUseError:
 
 
 def _flock(file: int, run_dir: Path) -> bool:
-    """False where the file system has no flock. Raises FolderInUseError when another process holds it."""
+    """False where the file system has no flock.
+
+    Raises FolderInUseError when another process holds it.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _refusal(run_dir, _read(run_dir / LOCK_FILE)) from None
     except OSError as error:
-        logger.info("%s: no flock here (%s); the lease alone guards the folder", run_dir, error.strerror)
+        logger.info(
+            "%s: no flock here (%s); the lease alone guards the folder", run_dir, error.strerror
+        )
         return False
     return True
 
 
 def _read(path: Path) -> Lease | None:
-    """None for a released lock; also for a torn write, whose writer has died, and for anything that is no lease."""
+    """None for a released lock; also for a torn write, whose writer has died, and for anything that
+    is no lease.
+    """
     try:
         lease = Lease(**read_object(path, max_bytes=_MAX_BYTES))
     except (DataError, TypeError):
@@ -184,8 +218,17 @@ def _read(path: Path) -> Lease | None:
 
 
 def _own_lease(command: str) -> Lease:
-    started, since = str(start_ticks(os.getpid()) or ""), time.strftime("%Y-%m-%d %H:%M:%S")
-    return Lease(command, socket.gethostname(), _namespace(), os.getpid(), started, since, token=uuid.uuid4().hex)
+    started = str(start_ticks(os.getpid()) or "")
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return Lease(
+        command,
+        socket.gethostname(),
+        _namespace(),
+        os.getpid(),
+        started,
+        since,
+        token=uuid.uuid4().hex,
+    )
 
 
 def _is_alive(path: Path, lease: Lease) -> bool:

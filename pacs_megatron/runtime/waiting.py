@@ -24,7 +24,9 @@ _open = threading.local()
 
 @contextlib.contextmanager
 def hub_wait(name: str) -> Iterator[None]:
-    """`report_wait` for `name` of the Hugging Face hub, in place of the hub client's line for every retry."""
+    """`report_wait` for `name` of the Hugging Face hub, in place of the hub client's line for every
+    retry.
+    """
     reason = f"for {name} from the Hugging Face hub (HF_HUB_OFFLINE=1: only the local cache)"
     with quiet("huggingface_hub", logging.ERROR), report_wait(reason):
         yield
@@ -44,9 +46,11 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
-    """Logs `reason`, if not empty, after NOTICE_S in the block, then as `next_notice_s`: the innermost block of a thread does,
-    except where that is one of many short waits."""
-    start, done = time.monotonic(), threading.Event()
+    """Logs `reason`, if not empty, after NOTICE_S in the block, then as `next_notice_s`: the
+    innermost block of a thread does, except where that is one of many short waits.
+    """
+    start = time.monotonic()
+    done = threading.Event()
     stack: list[tuple[object, float]] = _open.__dict__.setdefault("stack", [])
     stack.append((done, start))
 
@@ -70,14 +74,28 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-def run_program(command: Sequence[str], *, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a program and returns its status and output; reports a long wait. Raises as `subprocess.run` without `check`."""
+def run_program(
+    command: Sequence[str], *, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program and returns its status and output; reports a long wait.
+
+    Raises as `subprocess.run` without `check`.
+    """
     with report_wait(f"for the program `{' '.join(command[:3])}`"):
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
 
 
 def try_program(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """`run_program`; NO_PROGRAM and the reason as standard error if the program does not start, or not end in time."""
+    """`run_program`; NO_PROGRAM and the reason as standard error if the program does not start, or
+    not end in time.
+    """
     try:
         return run_program(command, timeout_s=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,5 +1,7 @@
-"""Client of SGLang's control endpoints (version 0.5.23; older servers may lack sessions). A method is one blocking call and
-may run in any thread. Generation is in `sglang/client.py`."""
+"""Client of SGLang's control endpoints (version 0.5.23; older servers may lack sessions).
+
+A method is one blocking call and may run in any thread. Generation is in `sglang/client.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class ServerRefusedError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """A server's `weight_version`: `version` counts from 0, `digest` is that export's `WeightDigest`."""
+    """A server's `weight_version`:
+
+    `version` counts from 0, `digest` is that export's `WeightDigest`.
+    """
 
     version: int
     digest: str
@@ -48,7 +53,10 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion | None:
-        """Inverse of `str`. None for other texts: `default` of a new server, or `updating_version` during an update."""
+        """Inverse of `str`.
+
+        None for other texts: `default` of a new server, or `updating_version` during an update.
+        """
         number, _, digest = text.partition(":")
         if not number.isdecimal() or len(number) > 18 or not digest or digest == UPDATING:
             return None
@@ -59,12 +67,16 @@ UPDATING = "updating"
 
 
 def updating_version(version: int) -> str:
-    """The `weight_version` during an update, when weights are mixed; `WeightVersion.parse` returns None for it."""
+    """The `weight_version` during an update, when weights are mixed; `WeightVersion.parse` returns
+    None for it.
+    """
     return f"{version}:{UPDATING}"
 
 
 def hint(status: int) -> str:
-    """Advice about an HTTP status, as the end of a message; empty for a status without a known cause."""
+    """Advice about an HTTP status, as the end of a message; empty for a status without a known
+    cause.
+    """
     if status in (401, 403):
         return "; the server expects another key: see rollout.api_key_env"
     if 300 <= status < 400:
@@ -88,44 +100,77 @@ class SglangApi:
     def headers(self) -> dict[str, str]:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
-    def call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> bytes:
-        """The response body: GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError."""
+    def call(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> bytes:
+        """The response body:
+
+        GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError.
+        """
         limit = self.timeout_s if timeout_s is None else timeout_s
         payload = None if body is None else json.dumps(body).encode()
         try:
             status, data = asyncio.run(self._exchange(path, payload, limit))
         except CONNECTION_ERRORS as error:
-            problem = f"no response within {limit:g} s" if isinstance(error, TimeoutError) else "no response"
+            problem = (
+                f"no response within {limit:g} s"
+                if isinstance(error, TimeoutError)
+                else "no response"
+            )
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ServerUnreachableError(f"{self.url}{path}: {problem} ({reason})") from error
         if status != 200:
-            message = f"{self.url}{path}: HTTP {status}, expected 200: {excerpt(data)}{hint(status)}"
+            message = (
+                f"{self.url}{path}: HTTP {status}, expected 200: {excerpt(data)}{hint(status)}"
+            )
             raise ServerRefusedError(message, status)
         return data
 
-    async def _exchange(self, path: str, payload: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange(
+        self, path: str, payload: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
         async with open_session() as session:
-            url, limit = self.url + path, _MAX_BYTES
-            return await exchange(session, url, payload, self.headers(), timeout_s=timeout_s, limit=limit)
+            url = self.url + path
+            limit = _MAX_BYTES
+            return await exchange(
+                session, url, payload, self.headers(), timeout_s=timeout_s, limit=limit
+            )
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
-        """A call that changes state. Also raises ServerRefusedError for status 200 with `success: false`."""
+        """A call that changes state.
+
+        Also raises ServerRefusedError for status 200 with `success: false`.
+        """
         data = self.call(path, body, timeout_s)
         with contextlib.suppress(ValueError, RecursionError):  # some responses are plain text
             response = json.loads(data)
             if isinstance(response, dict) and response.get("success") is False:
-                raise ServerRefusedError(f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200)
+                raise ServerRefusedError(
+                    f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200
+                )
 
     def query(
-        self, path: str, read: Callable[[Any], T], body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        path: str,
+        read: Callable[[Any], T],
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> T:
         """Applies `read` to the response's JSON. Raises BadControlResponseError if that fails."""
         data = self.call(path, body, timeout_s)
         try:
             return read(json.loads(data))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise BadControlResponseError(
-                f"{self.url}{path}: unexpected response ({type(error).__name__}: {error}): {excerpt(data)}; "
+                f"{self.url}{path}: unexpected response ({type(error).__name__}: {error}): "
+                f"{excerpt(data)}; "
                 "is it SGLang?"
             ) from error
 
@@ -139,16 +184,25 @@ class SglangApi:
 
     def placement(self, timeout_s: float | None = None) -> tuple[int, str]:
         """(tensor-parallel size, device); the scheduler has to respond."""
-        return self.query("/server_info", lambda info: (int(info["tp_size"]), str(info["device"])), timeout_s=timeout_s)
+        return self.query(
+            "/server_info",
+            lambda info: (int(info["tp_size"]), str(info["device"])),
+            timeout_s=timeout_s,
+        )
 
     def weight_version(self, timeout_s: float | None = None) -> str:
-        return self.query("/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s)
+        return self.query(
+            "/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s
+        )
 
     def set_weight_version(self, text: str) -> None:
         self.post("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     def begin_weight_update(self) -> bool:
-        """Opens a session and closes one left open. False if the server has no sessions (<= 0.5.20)."""
+        """Opens a session and closes one left open.
+
+        False if the server has no sessions (<= 0.5.20).
+        """
         try:
             self.post("/begin_weight_update", {})
         except ServerRefusedError as refused:
@@ -163,10 +217,21 @@ class SglangApi:
     def end_weight_update(self, timeout_s: float | None = None) -> None:
         self.post("/end_weight_update", {}, timeout_s)
 
-    def checksums(self, skip: Sequence[str] = (), timeout_s: float | None = None) -> list[dict[str, str]]:
-        """Hashes by name of SGLang's own (fused) parameters except `skip`, one mapping per tensor-parallel rank."""
+    def checksums(
+        self, skip: Sequence[str] = (), timeout_s: float | None = None
+    ) -> list[dict[str, str]]:
+        """Hashes by name of SGLang's own (fused) parameters except `skip`, one mapping per
+        tensor-parallel rank.
+        """
 
         def read(response: Any) -> list[dict[str, str]]:
-            return [{str(k): str(v) for k, v in rank["checksums"].items()} for rank in response["ranks"]]
+            return [
+                {str(k): str(v) for k, v in rank["checksums"].items()} for rank in response["ranks"]
+            ]
 
-        return self.query("/weights_checker", read, {"action": "checksum", "skip_tensor_list": list(skip)}, timeout_s)
+        return self.query(
+            "/weights_checker",
+            read,
+            {"action": "checksum", "skip_tensor_list": list(skip)},
+            timeout_s,
+        )

@@ -20,15 +20,21 @@ POLL_S = 0.25
 
 
 def api_key(options: SglangRollout) -> str | None:
-    """The servers' key from the environment. Raises ConfigError if it is not set or no HTTP header can contain it."""
+    """The servers' key from the environment.
+
+    Raises ConfigError if it is not set or no HTTP header can contain it.
+    """
     if options.api_key_env is None:
         return None
     key = os.environ.get(options.api_key_env)
     if not key:
-        raise ConfigError(f"rollout.api_key_env={options.api_key_env}: this environment variable is not set")
+        raise ConfigError(
+            f"rollout.api_key_env={options.api_key_env}: this environment variable is not set"
+        )
     if not all("!" <= character <= "~" for character in key):
         raise ConfigError(
-            f"rollout.api_key_env={options.api_key_env}: the key contains a space, a newline or another character that "
+            f"rollout.api_key_env={options.api_key_env}: the key contains a space, a newline or "
+            "another character that "
             "is not allowed in an HTTP header; export it without"
         )
     return key
@@ -43,25 +49,33 @@ def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangAp
 def server_specs(
     options: SglangRollout, model: ModelOptions, folder: Path, routing: RoutingKind = "own"
 ) -> list[ServerSpec]:
-    """One per managed server; logs and pid files go to `folder`. Raises ConfigError if the interpreter does not exist."""
+    """One per managed server; logs and pid files go to `folder`.
+
+    Raises ConfigError if the interpreter does not exist.
+    """
     servers = options.servers
     assert servers is not None
     program, *words = servers.python
     if "/" in program and not Path(program).exists():
         raise ConfigError(
-            f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: `make install-sglang`) "
+            f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: `make "
+            "install-sglang`) "
             "sets it up, or name the interpreter that has sglang"
         )
     python = (str(Path(program).absolute()) if "/" in program else program, *words)
     routed = () if routing == "own" else ("--enable-return-routed-experts",)
-    servers = servers.model_copy(update={"python": python, "extra_args": (*routed, *servers.extra_args)})
+    servers = servers.model_copy(
+        update={"python": python, "extra_args": (*routed, *servers.extra_args)}
+    )
     return [
         ServerSpec(
             name=f"server{i}",
             folder=folder,
             options=options.model_copy(update={"servers": servers}),
             model=model,
-            visible_devices=devices_of(servers, i, visible_gpus(os.environ)) if servers.device == "cuda" else None,
+            visible_devices=devices_of(servers, i, visible_gpus(os.environ))
+            if servers.device == "cuda"
+            else None,
             api_key=api_key(options),
         )
         for i in range(servers.count)
@@ -69,22 +83,26 @@ def server_specs(
 
 
 def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES of server `index`: the configured value, or the next `tp` of the trainer's `visible` GPUs.
-    Raises ConfigError for too few GPUs."""
+    """CUDA_VISIBLE_DEVICES of server `index`: the configured value, or the next `tp` of the
+    trainer's `visible` GPUs. Raises ConfigError for too few GPUs.
+    """
     if servers.visible_devices:
         return servers.visible_devices[index]
     numbers = range(index * servers.tp, (index + 1) * servers.tp)
     if visible and numbers.stop > len(visible):
         raise ConfigError(
-            f"rollout.servers: server {index} with tp={servers.tp} needs GPUs {numbers.start} to {numbers.stop - 1}, but "
-            f"CUDA_VISIBLE_DEVICES lists {len(visible)}; lower rollout.servers.count, or set visible_devices"
+            f"rollout.servers: server {index} with tp={servers.tp} needs GPUs {numbers.start} to "
+            f"{numbers.stop - 1}, but "
+            f"CUDA_VISIBLE_DEVICES lists {len(visible)}; lower rollout.servers.count, or set "
+            "visible_devices"
         )
     return ",".join(visible[number] if visible else str(number) for number in numbers)
 
 
 def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
-    """Trainer rank on a server's first GPU, the only rank that can pass CUDA IPC handles to it; 0 without GPUs.
-    Raises ConfigError for a GPU that no rank uses."""
+    """Trainer rank on a server's first GPU, the only rank that can pass CUDA IPC handles to it; 0
+    without GPUs. Raises ConfigError for a GPU that no rank uses.
+    """
     if devices is None:
         return 0
     first = devices.split(",")[0].strip()
@@ -93,16 +111,21 @@ def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
     if not visible and first.isdecimal():
         return int(first)
     raise ConfigError(
-        f"rollout.servers.visible_devices: the trainer does not use GPU {first} (it sees {', '.join(visible) or 'all'}); "
-        "rollout.sync.transport=ipc needs servers on the trainer's GPUs; correct it, or use broadcast"
+        f"rollout.servers.visible_devices: the trainer does not use GPU {first} (it sees "
+        f"{', '.join(visible) or 'all'}); "
+        "rollout.sync.transport=ipc needs servers on the trainer's GPUs; correct it, or use "
+        "broadcast"
     )
 
 
 def start_servers(
     specs: list[ServerSpec], timeout_s: float, is_over: Callable[[], bool] = lambda: False
 ) -> list[ManagedServer]:
-    """Starts all servers in parallel and returns when all are ready. If one fails, or `is_over` becomes true, ends all
-    and raises RolloutError. First ends servers that an earlier, killed run left in the same folder."""
+    """Starts all servers in parallel and returns when all are ready.
+
+    If one fails, or `is_over` becomes true, ends all and raises RolloutError. First ends servers
+    that an earlier, killed run left in the same folder.
+    """
     for folder in {spec.folder for spec in specs}:
         reap(folder)
     servers = [ManagedServer(spec) for spec in specs]
@@ -121,7 +144,10 @@ def start_servers(
 
 
 def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
-    """Waits for all futures. Raises the first error at once, and RolloutError when `is_over` becomes true."""
+    """Waits for all futures.
+
+    Raises the first error at once, and RolloutError when `is_over` becomes true.
+    """
     while waiting:
         done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
         for one in done:
@@ -133,8 +159,11 @@ def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
 def open_engine(
     options: SglangRollout, model: ModelOptions, folder: Path, routing: RoutingKind = "own"
 ) -> SglangEngine:
-    """The engine, with all servers running and STALE: push weights, then call `set_current`. Raises RolloutError if a server
-    does not start, ConfigError for a bad key, ConversionError for a bad model folder."""
+    """The engine, with all servers running and STALE: push weights, then call `set_current`.
+
+    Raises RolloutError if a server does not start, ConfigError for a bad key, ConversionError for a
+    bad model folder.
+    """
     spec = load_spec(model.path)
     routes = None
     if routing != "own":
@@ -146,7 +175,10 @@ def open_engine(
     else:
         specs = server_specs(options, model, folder, routing)
         owned = start_servers(specs, options.servers.start_timeout_s)
-        servers = [Server(own.api, own, trainer_rank=_feeder(options, i, own)) for i, own in enumerate(owned)]
+        servers = [
+            Server(own.api, own, trainer_rank=_feeder(options, i, own))
+            for i, own in enumerate(owned)
+        ]
     try:
         return SglangEngine(servers, options, vocab_size=spec.vocab_size, routes=routes)
     except BaseException:
@@ -157,8 +189,11 @@ def open_engine(
 
 
 def _feeder(options: SglangRollout, index: int, own: ManagedServer | None = None) -> int:
-    """Trainer rank that sends weights to the server. `broadcast` distributes servers over ranks, and so over the GPUs'
-    network links; training/sync.py takes the number modulo the ranks on rank 0's host."""
+    """Trainer rank that sends weights to the server.
+
+    `broadcast` distributes servers over ranks, and so over the GPUs' network links;
+    training/sync.py takes the number modulo the ranks on rank 0's host.
+    """
     if options.sync.transport == "broadcast":
         return index
     if options.sync.transport == "disk" or own is None:

@@ -1,8 +1,10 @@
-"""Samples from SGLang servers: thousands of requests in flight, every response checked, no sample lost or duplicated.
+"""Samples from SGLang servers: thousands of requests in flight, every response checked, no sample
+lost or duplicated.
 
-Callers, in any threads, submit requests to one thread with an event loop: HTTP, routing, retries, fleet health. Another
-thread decodes and checks responses (3 ms for 8k tokens). Each request is one job with one result. A retry starts only after
-the previous attempt ended and its connection was closed; the first valid response ends the job.
+Callers, in any threads, submit requests to one thread with an event loop: HTTP, routing, retries,
+fleet health. Another thread decodes and checks responses (3 ms for 8k tokens). Each request is one
+job with one result. A retry starts only after the previous attempt ended and its connection was
+closed; the first valid response ends the job.
 """
 
 import asyncio
@@ -29,7 +31,13 @@ from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.http import CONNECTION_ERRORS, exchange, open_session
 from pacs_megatron.sglang.api import WeightVersion, excerpt, hint
-from pacs_megatron.sglang.decode import BadResponseError, Response, RoutesShape, decode, request_body
+from pacs_megatron.sglang.decode import (
+    BadResponseError,
+    Response,
+    RoutesShape,
+    decode,
+    request_body,
+)
 from pacs_megatron.sglang.fleet import Fleet, Health, Server
 
 logger = logging.getLogger(__name__)
@@ -39,10 +47,17 @@ KEEPALIVE_S = 2.0
 MONITOR_S = 0.5
 ALIVE_S = 1.0
 """Interval in which blocked callers check that the loop still runs."""
-RESPONSE_BYTES, TOKEN_BYTES = 1 << 20, 1024
-"""Size limit of a response: RESPONSE_BYTES, plus TOKEN_BYTES per requested token. A token needs about 30 bytes."""
-OTHER_FILES, MAX_FILES = 256, 1 << 20
-"""Open files besides the connections (logs, workers, data), and the largest limit that this process sets."""
+RESPONSE_BYTES = 1 << 20
+TOKEN_BYTES = 1024
+"""Size limit of a response:
+
+RESPONSE_BYTES, plus TOKEN_BYTES per requested token. A token needs about 30 bytes.
+"""
+OTHER_FILES = 256
+MAX_FILES = 1 << 20
+"""Open files besides the connections (logs, workers, data), and the largest limit that this process
+sets.
+"""
 T = TypeVar("T")
 
 
@@ -79,7 +94,12 @@ class SglangEngine(Closing):
     """The rollout engine over a fleet of servers. `close` ends its threads and managed servers."""
 
     def __init__(
-        self, servers: Sequence[Server], options: SglangRollout, *, vocab_size: int, routes: RoutesShape | None = None
+        self,
+        servers: Sequence[Server],
+        options: SglangRollout,
+        *,
+        vocab_size: int,
+        routes: RoutesShape | None = None,
     ) -> None:
         """`routes`: shape of the experts of training samples; None: samples have no experts."""
         self._routes = routes
@@ -93,14 +113,20 @@ class SglangEngine(Closing):
         self._closed = False
         self._decoder = ThreadPoolExecutor(1, "sglang-decode")
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="sglang-client", daemon=True
+        )
         self._thread.start()
         self._run(self._open(servers, options))
 
-    def stream(self, requests: Sequence[SampleRequest], *, urgent: bool = False) -> Generator[Sample, None, None]:
-        """Yields samples as they finish, one per request that is not cancelled. Closing the generator cancels the rest.
-        `urgent` requests are dispatched before all pending ones. Raises RolloutError if a request is invalid (none is sent
-        then) or failed permanently, or if no server was usable for `all_down_after_s`.
+    def stream(
+        self, requests: Sequence[SampleRequest], *, urgent: bool = False
+    ) -> Generator[Sample, None, None]:
+        """Yields samples as they finish, one per request that is not cancelled.
+
+        Closing the generator cancels the rest. `urgent` requests are dispatched before all pending
+        ones. Raises RolloutError if a request is invalid (none is sent then) or failed permanently,
+        or if no server was usable for `all_down_after_s`.
         """
         for request in requests:
             check_request(request, self._vocab_size)
@@ -128,15 +154,23 @@ class SglangEngine(Closing):
         self._run(self._cancel(tuple(ids)))
 
     def begin_update(self, *, is_release: bool = False) -> None:
-        """Stops the dispatch of requests until `set_current`. Call before a push of weights or a release of memory."""
+        """Stops the dispatch of requests until `set_current`.
+
+        Call before a push of weights or a release of memory.
+        """
         self._call(lambda: self._fleet.begin_update(is_release=is_release))
 
     def set_current(self, version: int, digest: str) -> None:
-        """Sets the weights that servers must report. Call after every push, also if it failed for some servers."""
+        """Sets the weights that servers must report.
+
+        Call after every push, also if it failed for some servers.
+        """
         self._run(self._fleet.set_current(WeightVersion(version, digest)))
 
     def needs_weights(self) -> bool:
-        """Whether no server is usable until the current weights are pushed again (`Fleet.needs_weights`)."""
+        """Whether no server is usable until the current weights are pushed again
+        (`Fleet.needs_weights`).
+        """
         return self._call(lambda: self._fleet.needs_weights())
 
     def status(self) -> tuple[Server, ...]:
@@ -153,7 +187,10 @@ class SglangEngine(Closing):
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on the loop and returns its result. Raises RolloutError if the loop has ended."""
+        """Runs `work` on the loop and returns its result.
+
+        Raises RolloutError if the loop has ended.
+        """
         if not self._thread.is_alive():
             work.close()
             raise RolloutError("the rollout engine was closed")
@@ -179,10 +216,13 @@ class SglangEngine(Closing):
 
         return self._run(call())
 
-    # ------------------------------------------------------------------------------------------------------- on the loop
+    # -------------------------------------------------------------------------------------------------------
+    # on the loop
     async def _open(self, servers: Sequence[Server], options: SglangRollout) -> None:
         allow_connections(options.max_in_flight * len(servers))
-        self._http = open_session(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S))
+        self._http = open_session(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        )
         self._fleet = Fleet(servers, options, self._query_version, self._dispatch, self._on_lost)
         self._monitor_task = asyncio.create_task(self._monitor())
 
@@ -190,7 +230,10 @@ class SglangEngine(Closing):
         self._monitor_task.cancel()
         self._fail_all(RolloutError("the rollout engine was closed"))
         await self._fleet.stop()
-        tasks = [*self._background, *(job.task for job in self._jobs.values() if job.task is not None)]
+        tasks = [
+            *self._background,
+            *(job.task for job in self._jobs.values() if job.task is not None),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -209,9 +252,13 @@ class SglangEngine(Closing):
             down_s = self._fleet.down_s()
             if self._jobs and down_s > self._options.all_down_after_s:
                 states = "; ".join(f"{s.url} {s.health}: {s.reason}" for s in self._fleet.servers)
-                self._fail_all(RolloutError(f"no rollout server was usable for {down_s:.0f} s: {states}"))
+                self._fail_all(
+                    RolloutError(f"no rollout server was usable for {down_s:.0f} s: {states}")
+                )
 
-    async def _submit(self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool) -> None:
+    async def _submit(
+        self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool
+    ) -> None:
         if taken := [request.id for request in requests if request.id in self._jobs]:
             raise RolloutError(f"request {taken[0]} is already in flight")
         jobs = [_Job(request, stream) for request in requests]
@@ -223,20 +270,32 @@ class SglangEngine(Closing):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Starts as many pending jobs as the servers have capacity for. Called after every change of capacity."""
+        """Starts as many pending jobs as the servers have capacity for.
+
+        Called after every change of capacity.
+        """
         waiting: list[_Job] = []
-        while self._pending and self._fleet.current is not None and self._fleet.pick(None, frozenset()) is not None:
+        while (
+            self._pending
+            and self._fleet.current is not None
+            and self._fleet.pick(None, frozenset()) is not None
+        ):
             job = self._pending.popleft()
             if self._jobs.get(job.request.id) is not job:
                 continue  # cancelled while pending
             server = self._fleet.pick(self._home.get(job.request.prompt_id), job.avoid)
             if server is None:
-                waiting.append(job)  # only the server where it failed has capacity; other jobs may use it
+                waiting.append(
+                    job
+                )  # only the server where it failed has capacity; other jobs may use it
                 continue
-            # Samples of a group share a server, so the prompt is computed once. If the server dies, all move to another.
+            # Samples of a group share a server, so the prompt is computed once. If the server dies,
+            # all move to another.
             self._home[job.request.prompt_id] = server
             server.in_flight += 1
-            job.server, job.epoch, job.min_version = server, self._fleet.epoch, self._fleet.current.version
+            job.server = server
+            job.epoch = self._fleet.epoch
+            job.min_version = self._fleet.current.version
             job.sent += 1
             job.task = asyncio.create_task(self._try(job, server, self._rid(job)))
             job.task.add_done_callback(functools.partial(self._check, job))
@@ -245,7 +304,10 @@ class SglangEngine(Closing):
             self._home.clear()
 
     def _rid(self, job: _Job) -> str:
-        """The id of a job's latest attempt. A server rejects an id in progress, even after its client was killed."""
+        """The id of a job's latest attempt.
+
+        A server rejects an id in progress, even after its client was killed.
+        """
         return f"{job.request.id}/{job.sent}-{self._tag}"
 
     async def _try(self, job: _Job, server: Server, rid: str) -> None:
@@ -263,10 +325,14 @@ class SglangEngine(Closing):
         finally:
             server.in_flight -= 1
             self._loop.call_soon(self._dispatch)
-        job.task = job.server = None  # `failed` may end the server; `_on_lost` must not retry this job as well
+        job.task = job.server = (
+            None  # `failed` may end the server; `_on_lost` must not retry this job as well
+        )
         job.errors.append(f"{server.url}: {failure}")
         is_refused = isinstance(failure, RequestRefusedError)
-        if job.epoch == self._fleet.epoch:  # an update may abort requests; that is no fault of the server
+        if (
+            job.epoch == self._fleet.epoch
+        ):  # an update may abort requests; that is no fault of the server
             if not is_refused:
                 self._fleet.failed(server, str(failure))
             job.tries += 1
@@ -280,13 +346,16 @@ class SglangEngine(Closing):
             self._pending.appendleft(job)
 
     def _check(self, job: _Job, task: asyncio.Task[None]) -> None:
-        """Passes an unexpected error of a job's task to the caller, so that the job still gets a result."""
+        """Passes an unexpected error of a job's task to the caller, so that the job still gets a
+        result.
+        """
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail_stream(job.stream, error)
 
     async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
-        routes, max_tokens = None, job.request.params.max_response_tokens
+        routes = None
+        max_tokens = job.request.params.max_response_tokens
         limit = RESPONSE_BYTES + TOKEN_BYTES * max_tokens
         if self._routes is not None and job.request.is_for_training:
             routes = self._routes._replace(prompt_len=len(job.request.token_ids))
@@ -303,30 +372,46 @@ class SglangEngine(Closing):
             raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
         if status != 200:
             raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
-        response = await self._loop.run_in_executor(self._decoder, decode, data, rid, max_tokens, routes)
+        response = await self._loop.run_in_executor(
+            self._decoder, decode, data, rid, max_tokens, routes
+        )
         try:
-            await self._fleet.wait_for_versions((version for version, _, _ in response.spans), timeout_s)
+            await self._fleet.wait_for_versions(
+                (version for version, _, _ in response.spans), timeout_s
+            )
         except TimeoutError as error:
-            raise BadResponseError(f"weights of an update that did not end within {timeout_s:g} s") from error
+            raise BadResponseError(
+                f"weights of an update that did not end within {timeout_s:g} s"
+            ) from error
         return self._sample(job, response)
 
     async def _exchange(
-        self, server: Server, path: str, timeout_s: float, body: bytes | None, limit: int = RESPONSE_BYTES
+        self,
+        server: Server,
+        path: str,
+        timeout_s: float,
+        body: bytes | None,
+        limit: int = RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        url, headers = server.url + path, server.api.headers()
+        url = server.url + path
+        headers = server.api.headers()
         return await exchange(self._http, url, body, headers, timeout_s=timeout_s, limit=limit)
 
     def _sample(self, job: _Job, response: Response) -> Sample:
         if response.stop is Stop.ABORTED:
             raise _ServerFaultError("the server aborted the request")
         if response.token_ids.max() >= self._vocab_size:
-            raise BadResponseError(f"token id {response.token_ids.max()}, expected 0 to {self._vocab_size - 1}")
+            raise BadResponseError(
+                f"token id {response.token_ids.max()}, expected 0 to {self._vocab_size - 1}"
+            )
         spans = tuple(self._span(job, *span) for span in response.spans if span[2] > span[1])
         request = job.request
         return Sample(
             id=request.id,
             prompt_id=request.prompt_id,
-            token_ids=np.concatenate([request.token_ids.astype(np.int32, copy=False), response.token_ids]),
+            token_ids=np.concatenate(
+                [request.token_ids.astype(np.int32, copy=False), response.token_ids]
+            ),
             prompt_len=len(request.token_ids),
             sampler_logprobs=response.logprobs,
             spans=spans,
@@ -366,14 +451,22 @@ class SglangEngine(Closing):
             self._fail_stream(stream, error)
 
     def _on_lost(self, server: Server) -> None:
-        """Retries on other servers the requests of a server that died or that has no complete weights."""
-        orphans = [job for job in self._jobs.values() if job.server is server and job.task is not None]
+        """Retries on other servers the requests of a server that died or that has no complete
+        weights.
+        """
+        orphans = [
+            job for job in self._jobs.values() if job.server is server and job.task is not None
+        ]
         if orphans:
-            logger.warning("%d requests of %s are retried on other servers", len(orphans), server.url)
+            logger.warning(
+                "%d requests of %s are retried on other servers", len(orphans), server.url
+            )
         for job in orphans:
             assert job.task is not None
             job.task.cancel()
-            if server.health is not Health.DEAD:  # left paused by a failed update, but it accepts requests
+            if (
+                server.health is not Health.DEAD
+            ):  # left paused by a failed update, but it accepts requests
                 self._in_background(self._abort(server, self._rid(job)))
             job.task = job.server = None
             self._pending.appendleft(job)
@@ -385,12 +478,17 @@ class SglangEngine(Closing):
         task.add_done_callback(self._background.discard)
 
     async def _abort(self, server: Server, rid: str) -> None:
-        with contextlib.suppress(*CONNECTION_ERRORS):  # the server also aborts when the connection closes
+        with contextlib.suppress(
+            *CONNECTION_ERRORS
+        ):  # the server also aborts when the connection closes
             await self._exchange(server, "/abort_request", 5.0, orjson.dumps({"rid": rid}))
 
     async def _query_version(self, server: Server, timeout_s: float) -> str:
-        """A server's current weight version. `/server_info` needs a working scheduler; `/model_info` returns the
-        current version (`/server_info` returns the one of the start)."""
+        """A server's current weight version.
+
+        `/server_info` needs a working scheduler; `/model_info` returns the current version
+        (`/server_info` returns the one of the start).
+        """
         data = b""
         try:
             for path in ("/server_info", "/model_info"):
@@ -405,8 +503,11 @@ class SglangEngine(Closing):
 
 
 def allow_connections(num: int) -> None:
-    """Raises this process's limit of open files. Warns if the limit is too low for `num` connections, because failed
-    connections look like server faults."""
+    """Raises this process's limit of open files.
+
+    Warns if the limit is too low for `num` connections, because failed connections look like server
+    faults.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

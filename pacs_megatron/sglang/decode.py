@@ -33,8 +33,12 @@ class RoutesShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One checked response. `token_ids`: int32 [response]. `logprobs`: float32 [response], nats, finite, <= 0 up to rounding.
-    `spans`: (weight_version, start, end), contiguous. `routes`: int16 [prompt + response - 1, layers, top k]."""
+    """One checked response.
+
+    `token_ids`: int32 [response]. `logprobs`: float32 [response], nats, finite, <= 0 up to
+    rounding. `spans`: (weight_version, start, end), contiguous. `routes`: int16 [prompt + response
+    - 1, layers, top k].
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -44,7 +48,10 @@ class Response:
 
 
 def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
-    """The JSON of a `/generate` request with the id `rid`. `with_routes`: also requests the experts of the tokens."""
+    """The JSON of a `/generate` request with the id `rid`.
+
+    `with_routes`: also requests the experts of the tokens.
+    """
     params = request.params
     sampling: dict[str, Any] = {
         "temperature": params.temperature,
@@ -64,24 +71,40 @@ def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False)
 
 
 def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = None) -> Response:
-    """The response to request `rid`, with the experts of its tokens. Raises BadResponseError with the first problem."""
+    """The response to request `rid`, with the experts of its tokens.
+
+    Raises BadResponseError with the first problem.
+    """
     try:
         data = orjson.loads(body)
         meta = data["meta_info"]
         finish = meta["finish_reason"]
         ids = data["output_ids"]
         entries = meta["output_token_logprobs"]
-        spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]
+        spans = [
+            (str(span["version"]), int(span["start"]), int(span["end"]))
+            for span in meta["weight_versions"]
+        ]
         kind = finish["type"]
         if meta["id"] != rid:
             raise BadResponseError(f"response to request {meta['id']!r}, expected {rid!r}")
         logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
         entry_ids = [entry[1] for entry in entries]
         if type(ids) is not list or not set(map(type, ids)) <= {int} or logprobs.ndim != 1:
-            raise BadResponseError("output_ids or output_token_logprobs contain values that are not numbers")
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:  # ValueError: also orjson's error
+            raise BadResponseError(
+                "output_ids or output_token_logprobs contain values that are not numbers"
+            )
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        OverflowError,
+    ) as error:  # ValueError: also orjson's error
         text = " ".join(body[:80].decode(errors="replace").split())
-        reason = f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
+        reason = (
+            f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
+        )
         raise BadResponseError(reason) from error
     stop = _STOPS.get(str(kind))
     if stop is None:
@@ -90,8 +113,10 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
         raise BadResponseError(f"{len(ids)} tokens, expected at most {max_tokens}")
     if stop is Stop.LENGTH and len(ids) != max_tokens:
         raise BadResponseError(
-            f"{len(ids)} tokens with finish reason length, expected {max_tokens}: the server's context or KV cache is too "
-            "small for prompt and response; see rollout.servers.context_length and max_total_tokens"
+            f"{len(ids)} tokens with finish reason length, expected {max_tokens}: the server's "
+            "context or KV cache is too "
+            "small for prompt and response; see rollout.servers.context_length and "
+            "max_total_tokens"
         )
     _check(ids, entry_ids, logprobs, stop, spans)
     experts = None
@@ -101,7 +126,9 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
 
 
 def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
-    """The experts of every token but the last, from SGLang's base64 of int32 (srt/state_capturer/routed_experts.py)."""
+    """The experts of every token but the last, from SGLang's base64 of int32
+    (srt/state_capturer/routed_experts.py).
+    """
     if not isinstance(text, str):
         raise BadResponseError(
             "no routed_experts, which policy.routing=replay_sampler needs; start the server with "
@@ -112,7 +139,8 @@ def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
         found = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     except ValueError as error:
         raise BadResponseError(f"routed_experts is no base64 of int32 ({error})") from error
-    problem, total = "", math.prod(expected)
+    problem = ""
+    total = math.prod(expected)
     if found.size != total:
         layout = f"({expected[0]} tokens, {shape.layers} layers, top {shape.top_k})"
         problem = f"{found.size} numbers, expected {total} {layout}"
@@ -124,20 +152,30 @@ def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
     twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2))
     if twice.any():  # the server's buffer starts as zeros
         token = twice.argmax()
-        raise BadResponseError(f"routed_experts has an expert twice at token {token}: the server did not record it")
+        raise BadResponseError(
+            f"routed_experts has an expert twice at token {token}: the server did not record it"
+        )
     return found.reshape(expected).astype(np.int16)
 
 
 def _check(
-    ids: list[int], entry_ids: list[int], logprobs: np.ndarray, stop: Stop, spans: list[tuple[str, int, int]]
+    ids: list[int],
+    entry_ids: list[int],
+    logprobs: np.ndarray,
+    stop: Stop,
+    spans: list[tuple[str, int, int]],
 ) -> None:
     if ids != entry_ids:
-        raise BadResponseError(f"{len(ids)} tokens but log-probs of {len(entry_ids)}, or of other tokens")
+        raise BadResponseError(
+            f"{len(ids)} tokens but log-probs of {len(entry_ids)}, or of other tokens"
+        )
     if not ids and stop is not Stop.ABORTED:
         raise BadResponseError("no tokens in a finished response")
     if logprobs.size and not (np.isfinite(logprobs).all() and logprobs.max() <= 1e-3):
         worst = int(np.argmax(~np.isfinite(logprobs) | (logprobs > 1e-3)))
-        raise BadResponseError(f"log-prob {logprobs[worst]} at token {worst}, expected a finite number <= 0")
+        raise BadResponseError(
+            f"log-prob {logprobs[worst]} at token {worst}, expected a finite number <= 0"
+        )
     at = 0
     for version, start, end in spans:
         if start != at or end < start:

@@ -1,10 +1,16 @@
-"""Health states of the servers, routing, and restarts, on the client's event loop only. One task per server probes it:
+"""Health states of the servers, routing, and restarts, on the client's event loop only.
 
-    STALE    responds, but with other weights than the current ones; gets no requests until a probe shows the current ones
+One task per server probes it:
+
+    STALE    responds, but with other weights than the current ones; gets no requests until a probe
+    shows the current ones
     HEALTHY  responded to its last probe with the current weights; only HEALTHY servers get requests
-    SUSPECT  failed a request or a probe; gets no new requests until a probe succeeds, running ones may still finish
-    DEAD     no response for `dead_after_s`, exited, or failed repeatedly; its requests are retried on other servers.
-             Managed servers are restarted (and become STALE); external servers are probed until they respond.
+    SUSPECT  failed a request or a probe; gets no new requests until a probe succeeds, running ones
+    may still finish
+    DEAD     no response for `dead_after_s`, exited, or failed repeatedly; its requests are retried
+    on other servers.
+             Managed servers are restarted (and become STALE); external servers are probed until
+             they respond.
 
 A server reports a `weight_version` only after all of its weights arrived and were verified.
 """
@@ -41,8 +47,9 @@ class Server:
     api: SglangApi
     own: ManagedServer | None = None
     trainer_rank: int = 0
-    """trainer rank that sends weights to the server: with `sync.transport: ipc` the rank on its first GPU, with
-    `broadcast` modulo the ranks on rank 0's host"""
+    """trainer rank that sends weights to the server: with `sync.transport: ipc` the rank on its
+    first GPU, with `broadcast` modulo the ranks on rank 0's host
+    """
     health: Health = Health.STALE
     reason: str = "not probed yet"
     in_flight: int = 0
@@ -51,7 +58,10 @@ class Server:
     restarts: int = 0
     restarting: bool = False
     returning: bool = False
-    """set in copies (`status`): DEAD, but being restarted, to be restarted, or external (its owner may restart it)"""
+    """set in copies (`status`):
+
+    DEAD, but being restarted, to be restarted, or external (its owner may restart it)
+    """
     last_ok: float = field(default_factory=time.monotonic)
     """monotonic time of the last successful probe"""
 
@@ -61,9 +71,13 @@ class Server:
 
 
 class Fleet:
-    """States of the servers. Calls `on_change` when a server becomes usable, and `on_lost` when a server's running
-    requests are lost: it died, or it missed an update and has no complete weights. `query_version` (server, timeout in
-    seconds) returns the `weight_version` of a server whose scheduler responds, or raises RolloutError."""
+    """States of the servers.
+
+    Calls `on_change` when a server becomes usable, and `on_lost` when a server's running requests
+    are lost: it died, or it missed an update and has no complete weights. `query_version` (server,
+    timeout in seconds) returns the `weight_version` of a server whose scheduler responds, or raises
+    RolloutError.
+    """
 
     def __init__(
         self,
@@ -98,11 +112,16 @@ class Fleet:
 
     def broken(self) -> BaseException | None:
         """The error that ended a watch task, if any: its server would keep its state."""
-        return next((task.exception() for task in self._tasks if task.done() and not task.cancelled()), None)
+        return next(
+            (task.exception() for task in self._tasks if task.done() and not task.cancelled()), None
+        )
 
     def begin_update(self, *, is_release: bool = False) -> None:
-        """Stops the dispatch of requests until `set_current`. With `is_release` no server is restarted until the next call:
-        the GPU memory of colocated servers belongs to the training step."""
+        """Stops the dispatch of requests until `set_current`.
+
+        With `is_release` no server is restarted until the next call: the GPU memory of colocated
+        servers belongs to the training step.
+        """
         self._holds_restarts = is_release
         self.epoch += 1
         if self.current is not None:
@@ -117,8 +136,11 @@ class Fleet:
                 self._set(server, Health.STALE, "weight update in progress")
 
     async def set_current(self, version: WeightVersion) -> None:
-        """Sets the weights that servers must report. Returns when all were probed, or after `probe_timeout_s`. No request is
-        dispatched earlier: the server with the fastest probe would get all pending ones."""
+        """Sets the weights that servers must report.
+
+        Returns when all were probed, or after `probe_timeout_s`. No request is dispatched earlier:
+        the server with the fastest probe would get all pending ones.
+        """
         self.epoch += 1
         self.current = version
         self.known.add(str(version))
@@ -127,7 +149,9 @@ class Fleet:
         for server in self.servers:
             if server.health is Health.HEALTHY:
                 self._set(server, Health.STALE, "not probed since the update")
-            if self._unprobed_since is not None:  # the update's duration does not count towards `dead_after_s`
+            if (
+                self._unprobed_since is not None
+            ):  # the update's duration does not count towards `dead_after_s`
                 server.last_ok = min(now, server.last_ok + now - self._unprobed_since)
         self._unprobed_since = None
         self._settling = True
@@ -138,14 +162,18 @@ class Fleet:
         self._on_change()
 
     async def wait_for_versions(self, versions: Iterable[str], timeout_s: float) -> None:
-        """Blocks responses with an unknown weight version until `set_current` is called: servers resume before it.
-        Returns at once when no update is in progress. Raises TimeoutError."""
+        """Blocks responses with an unknown weight version until `set_current` is called: servers
+        resume before it. Returns at once when no update is in progress. Raises TimeoutError.
+        """
         if not self.known.issuperset(versions):
             await asyncio.wait_for(self._has_current.wait(), timeout_s)
 
     def pick(self, prefer: Server | None, avoid: frozenset[str]) -> Server | None:
-        """A HEALTHY server with capacity (`prefer`, else the least loaded), or None. Uses a server in `avoid` only if no
-        other is HEALTHY, because a wait for capacity costs less than one of the few retries."""
+        """A HEALTHY server with capacity (`prefer`, else the least loaded), or None.
+
+        Uses a server in `avoid` only if no other is HEALTHY, because a wait for capacity costs less
+        than one of the few retries.
+        """
         if self.current is None or self._settling:
             return None
         healthy = [s for s in self.servers if s.health is Health.HEALTHY]
@@ -177,13 +205,21 @@ class Fleet:
         copies = [replace(server) for server in self.servers]
         for server in copies:
             # The owner of an external server may restart it; `all_down_after_s` limits the wait.
-            may_return = managed is None or server.restarting or server.restarts < managed.max_restarts
+            may_return = (
+                managed is None or server.restarting or server.restarts < managed.max_restarts
+            )
             server.returning = server.health is Health.DEAD and may_return
         return tuple(copies)
 
     def needs_weights(self) -> bool:
-        """Whether only a new push makes a server usable: none is HEALTHY or SUSPECT, and some are STALE (restarted)."""
-        if self.current is None or self._settling or self.down_s() < STALE_PROBES * self._options.probe_interval_s:
+        """Whether only a new push makes a server usable: none is HEALTHY or SUSPECT, and some are
+        STALE (restarted).
+        """
+        if (
+            self.current is None
+            or self._settling
+            or self.down_s() < STALE_PROBES * self._options.probe_interval_s
+        ):
             return False
         states = {server.health for server in self.servers}
         return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
@@ -196,12 +232,17 @@ class Fleet:
             self._notice_exit(server)
             if server.health is Health.DEAD and server.own is not None and not self._holds_restarts:
                 await self._restart(server, server.own)
-            # An update skips DEAD servers. An external server that responds again receives the next update.
+            # An update skips DEAD servers. An external server that responds again receives the next
+            # update.
             if self.current is not None or (server.health is Health.DEAD and server.own is None):
                 await self._probe(server)
 
     def _notice_exit(self, server: Server) -> None:
-        if server.own is not None and server.own.exit_code() is not None and server.health is not Health.DEAD:
+        if (
+            server.own is not None
+            and server.own.exit_code() is not None
+            and server.health is not Health.DEAD
+        ):
             self._die(server, f"exited with {server.own.exit_code()}")
 
     async def _probe(self, server: Server) -> None:
@@ -224,7 +265,8 @@ class Fleet:
             behind = f"has weights {reported!r}, current are {str(self.current)!r}"
             self._set(server, Health.STALE, "responds again" if self.current is None else behind)
             if server.in_flight and WeightVersion.parse(reported) is None:
-                # The server is paused after an update, or was restarted, so its running requests are lost.
+                # The server is paused after an update, or was restarted, so its running requests
+                # are lost.
                 self._on_lost(server)
         elif server.health is not Health.HEALTHY:
             self._set(server, Health.HEALTHY, "")
@@ -242,7 +284,13 @@ class Fleet:
             return
         server.restarts += 1
         server.restarting = True
-        logger.warning("restarting %s (%d of %d): %s", server.url, server.restarts, options.max_restarts, server.reason)
+        logger.warning(
+            "restarting %s (%d of %d): %s",
+            server.url,
+            server.restarts,
+            options.max_restarts,
+            server.reason,
+        )
         try:
             await asyncio.to_thread(own.start)
             await asyncio.to_thread(own.wait_ready, options.start_timeout_s)
@@ -259,5 +307,8 @@ class Fleet:
     def _set(self, server: Server, health: Health, reason: str) -> None:
         if health is not server.health:
             level = logging.INFO if health in (Health.HEALTHY, Health.STALE) else logging.WARNING
-            logger.log(level, "rollout server %s: %s -> %s %s", server.url, server.health, health, reason)
-        server.health, server.reason = health, reason
+            logger.log(
+                level, "rollout server %s: %s -> %s %s", server.url, server.health, health, reason
+            )
+        server.health = health
+        server.reason = reason

@@ -1,10 +1,12 @@
-"""Parent process of one SGLang server: ends it and all its children when the launcher ends for any reason. SGLang orphans
-its scheduler when it is killed. If the guard is killed too, the next start cleans up by the pid file (`server.reap`).
+"""Parent process of one SGLang server: ends it and all its children when the launcher ends for any
+reason. SGLang orphans its scheduler when it is killed. If the guard is killed too, the next start
+cleans up by the pid file (`server.reap`).
 
-`python -I guard.py <pid file> <grace seconds> <store file> <command> ...`, with a pipe from the launcher as standard input.
-When the pipe closes, the launcher ends, SIGTERM arrives or the server exits, the guard ends the process group and all
-descendants, removes the pid file, the store file (rendezvous of the server's ranks) and leftover shared memory, and exits
-with the server's exit status (128 + signal).
+`python -I guard.py <pid file> <grace seconds> <store file> <command> ...`, with a pipe from the
+launcher as standard input. When the pipe closes, the launcher ends, SIGTERM arrives or the server
+exits, the guard ends the process group and all descendants, removes the pid file, the store file
+(rendezvous of the server's ranks) and leftover shared memory, and exits with the server's exit
+status (128 + signal).
 """
 
 import contextlib
@@ -22,9 +24,19 @@ from pacs_megatron.runtime.processes import die_with_parent, start_ticks, stat_f
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.2
-SHARED = "/dev/shm/"  # noqa: S108  # listed, and cleaned of our own servers' files
-SHARED_FAMILIES = ("sglang_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-", "psm_", "nccl-", "cuda.shm.")
-"""Name prefixes of shared memory that a killed server and its libraries leave behind; the trainer uses others."""
+SHARED = "/dev/shm/"  # listed, and cleaned of our own servers' files
+SHARED_FAMILIES = (
+    "sglang_",
+    "sgl_shm_",
+    "multi_tokenizer_args_",
+    "sem.mp-",
+    "psm_",
+    "nccl-",
+    "cuda.shm.",
+)
+"""Name prefixes of shared memory that a killed server and its libraries leave behind; the trainer
+uses others.
+"""
 SCAN_S = 10.0
 """Interval in which the guard records the shared memory of its server."""
 
@@ -39,14 +51,18 @@ def members(group: int, ancestor: int | None = None) -> list[int]:
     ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}
     frontier = {ancestor} if ancestor is not None else set()
     while frontier:
-        children = {pid for pid, (_, parent) in table.items() if parent in frontier and pid not in ours}
+        children = {
+            pid for pid, (_, parent) in table.items() if parent in frontier and pid not in ours
+        }
         ours |= children
         frontier = children
     return sorted(ours - {os.getpid()})
 
 
 def shared_inodes(pids: list[int]) -> set[int]:
-    """Inodes of the shared-memory files that these processes have mapped; glibc maps a semaphore before it names it."""
+    """Inodes of the shared-memory files that these processes have mapped; glibc maps a semaphore
+    before it names it.
+    """
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -58,7 +74,9 @@ def shared_inodes(pids: list[int]) -> set[int]:
 
 
 def remove_shared(inodes: set[int]) -> None:
-    """Unlinks the files of these inodes whose name is in SHARED_FAMILIES. tmpfs does not reuse inodes."""
+    """Unlinks the files of these inodes whose name is in SHARED_FAMILIES. tmpfs does not reuse
+    inodes.
+    """
     with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
         for entry in entries:
             if entry.name.startswith(SHARED_FAMILIES) and entry.inode() in inodes:
@@ -66,8 +84,11 @@ def remove_shared(inodes: set[int]) -> None:
 
 
 def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Sends SIGTERM, and SIGKILL after `grace_s`, to the server's group and all descendants; returns when all ended."""
-    group, guard = server.pid, os.getpid()
+    """Sends SIGTERM, and SIGKILL after `grace_s`, to the server's group and all descendants;
+    returns when all ended.
+    """
+    group = server.pid
+    guard = os.getpid()
     for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + wait_s
         for pid in members(group, guard):
@@ -107,23 +128,30 @@ def write_pid_file(path: Path, server: int, store: Path, shared: set[int]) -> No
 
 
 def main(argv: list[str]) -> int:
-    pid_file, grace_s, store, command = Path(argv[1]), float(argv[2]), Path(argv[3]), argv[4:]
+    pid_file = Path(argv[1])
+    grace_s = float(argv[2])
+    store = Path(argv[3])
+    command = argv[4:]
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.append(True))
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+    )
     shared: set[int] = set()
     write_pid_file(pid_file, server.pid, store, shared)
     scan_at = time.monotonic() + SCAN_S
-    # A forked sibling of the launcher may keep the pipe open. A changed parent pid shows that the launcher ended.
+    # A forked sibling of the launcher may keep the pipe open. A changed parent pid shows that the
+    # launcher ended.
     while not stop and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break
         if time.monotonic() > scan_at:
             scan_at = time.monotonic() + SCAN_S
-            known, shared = shared, shared | shared_inodes(members(server.pid, os.getpid()))
+            known = shared
+            shared = shared | shared_inodes(members(server.pid, os.getpid()))
             if shared != known:
                 write_pid_file(pid_file, server.pid, store, shared)
     shared |= shared_inodes(members(server.pid, os.getpid()))

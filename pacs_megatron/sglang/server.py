@@ -27,16 +27,24 @@ from pacs_megatron.sglang.api import SglangApi
 
 logger = logging.getLogger(__name__)
 
-GRACE_S, POLL_S = 1.5, 0.25
-"""Seconds between SIGTERM and SIGKILL (a server has no state to save), and between two checks of a starting server."""
+GRACE_S = 1.5
+POLL_S = 0.25
+"""Seconds between SIGTERM and SIGKILL (a server has no state to save), and between two checks of a
+starting server.
+"""
 START_ATTEMPTS = 3
 """Number of attempts to start, because another process may bind the chosen port first."""
-API_KEY, MEM_FRACTION = "PACS_SGLANG_API_KEY", "PACS_SGLANG_MEM_FRACTION"
+API_KEY = "PACS_SGLANG_API_KEY"
+MEM_FRACTION = "PACS_SGLANG_MEM_FRACTION"
 """Environment variables that `sglang/start.py` turns into arguments."""
 FP8_BLOCKWISE_ARGS = (
-    *("--load-format", "dummy"),  # the folder's weights are bf16; the first push brings all of them quantized
+    *(
+        "--load-format",
+        "dummy",
+    ),  # the folder's weights are bf16; the first push brings all of them quantized
     "--json-model-override-args",
-    '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}',
+    '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", '
+    '"weight_block_size": [128, 128]}}',
 )
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
 
@@ -63,17 +71,30 @@ class ServerSpec:
         """The command without the API key: every user of the host can read a command line."""
         servers = self.servers
         args = [*servers.python, "-m", "sglang.launch_server", "--model-path", self.model.path]
-        args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port), "--device", servers.device]
+        args += [
+            "--host",
+            self.host,
+            "--port",
+            str(port),
+            "--nccl-port",
+            str(nccl_port),
+            "--device",
+            servers.device,
+        ]
         args += ["--tp-size", str(servers.tp), "--skip-server-warmup", "--log-level", "warning"]
         args += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[self.options.dtype]]
-        if servers.mem_fraction is not None and servers.device == "cpu":  # on GPUs see sglang/start.py
+        if (
+            servers.mem_fraction is not None and servers.device == "cpu"
+        ):  # on GPUs see sglang/start.py
             args += ["--mem-fraction-static", str(servers.mem_fraction)]
         if servers.max_total_tokens is not None:
             args += ["--max-total-tokens", str(servers.max_total_tokens)]
         if servers.context_length is not None:
             args += ["--context-length", str(servers.context_length)]
         if servers.colocated and servers.device == "cuda":
-            args += ["--enable-memory-saver"]  # weights and KV cache can be released during a training step
+            args += [
+                "--enable-memory-saver"
+            ]  # weights and KV cache can be released during a training step
         if self.model.trust_remote_code:
             args += ["--trust-remote-code"]
         if servers.device == "cpu":
@@ -84,15 +105,34 @@ class ServerSpec:
             args += FP8_BLOCKWISE_ARGS
         return [*args, *servers.extra_args]
 
-    def environment(self, inherited: Mapping[str, str], store: Path, nccl_port: int) -> dict[str, str]:
-        """The trainer's environment without its process group. The server's ranks use the file `store` for rendezvous:
-        torch's TCP store, the default, listens on all interfaces."""
+    def environment(
+        self, inherited: Mapping[str, str], store: Path, nccl_port: int
+    ) -> dict[str, str]:
+        """The trainer's environment without its process group.
+
+        The server's ranks use the file `store` for rendezvous: torch's TCP store, the default,
+        listens on all interfaces.
+        """
         servers = self.servers
-        drop = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        env = {k: v for k, v in inherited.items() if k not in drop and not k.startswith("TORCHELASTIC_")}
+        drop = (
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+        )
+        env = {
+            k: v
+            for k, v in inherited.items()
+            if k not in drop and not k.startswith("TORCHELASTIC_")
+        }
         if self.host == "127.0.0.1":
             env["GLOO_SOCKET_IFNAME"] = "lo"
-        if "--dist-init-addr" not in servers.extra_args:  # a server over several hosts needs the TCP store
+        if (
+            "--dist-init-addr" not in servers.extra_args
+        ):  # a server over several hosts needs the TCP store
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
             # SGLang derives names of shared-memory segments from these on CPUs with AMX.
             env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
@@ -120,17 +160,22 @@ def tail(path: Path) -> str:
 
 
 def reap(folder: Path) -> list[int]:
-    """Ends processes that a killed launcher left running, by the pid files in `folder`; returns their pids. Call only
-    before the first start in a folder."""
+    """Ends processes that a killed launcher left running, by the pid files in `folder`; returns
+    their pids. Call only before the first start in a folder.
+    """
     ended = [pid for path in sorted(folder.glob("*.pid")) for pid in _reap_file(path)]
     if ended:
-        logger.warning("ended %d leftover server processes of an earlier run: %s", len(ended), ended)
+        logger.warning(
+            "ended %d leftover server processes of an earlier run: %s", len(ended), ended
+        )
     return ended
 
 
 def _reap_file(path: Path) -> list[int]:
     ended: list[int] = []
-    with contextlib.suppress(RolloutError, OSError, ValueError, TypeError, KeyError):  # a damaged record
+    with contextlib.suppress(
+        RolloutError, OSError, ValueError, TypeError, KeyError
+    ):  # a damaged record
         ended = _reap_one(read_object(path, error=RolloutError))
     path.unlink(missing_ok=True)
     return ended
@@ -145,10 +190,13 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
         ended.append(guard)
         os.kill(guard, signal.SIGKILL)
     Path(str(record["store"])).unlink(missing_ok=True)
-    group, started = int(record["server"]), int(record["server_start"])
+    group = int(record["server"])
+    started = int(record["server_start"])
     leader_started = start_ticks(group)
-    # The kernel does not reuse the number of a live group for a new process. If the leader no longer exists, the members are
-    # ours unless the number was reused by a group that also left orphans: the start times separate the two.
+    # The kernel does not reuse the number of a live group for a new process. If the leader no
+    # longer exists, the members are
+    # ours unless the number was reused by a group that also left orphans: the start times separate
+    # the two.
     left: list[int] = []
     if leader_started is None or leader_started == started:
         left = [pid for pid in sglang_guard.members(group) if (start_ticks(pid) or 0) >= started]
@@ -181,7 +229,10 @@ class ManagedServer:
         return SglangApi(url=self.url, api_key=self.spec.api_key)
 
     def start(self) -> None:
-        """Starts the process on a free port and returns at once. A restart keeps its port if that is still free."""
+        """Starts the process on a free port and returns at once.
+
+        A restart keeps its port if that is still free.
+        """
         with self._lock:
             if self._closed:
                 raise RolloutError(f"rollout server {self.spec.name} was closed")
@@ -196,13 +247,21 @@ class ManagedServer:
         self.spec.folder.mkdir(parents=True, exist_ok=True)
         self._port = free_port(self.spec.host, self._port)
         nccl_port = free_port(self.spec.host)
-        # A folder in memory: file locks do not work on every cluster file system, and containers also have this folder.
-        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108  # the name cannot be guessed
+        # A folder in memory: file locks do not work on every cluster file system, and containers
+        # also have this folder.
+        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # the name cannot be guessed
         environment = self.spec.environment(os.environ, store, nccl_port)
         command = self.spec.command(self._port, nccl_port)
         if environment.keys() & {API_KEY, MEM_FRACTION}:
             command = _with_values_from_environment(command)
-        guard = [sys.executable, "-I", sglang_guard.__file__, str(self.pid_file), str(GRACE_S), str(store)]
+        guard = [
+            sys.executable,
+            "-I",
+            sglang_guard.__file__,
+            str(self.pid_file),
+            str(GRACE_S),
+            str(store),
+        ]
         with self.log_path.open("ab") as log:
             self._guard = subprocess.Popen(
                 [*guard, *command],
@@ -210,9 +269,12 @@ class ManagedServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends its servers
+                # Ctrl-C reaches the launcher only, which then ends its servers.
+                start_new_session=True,
             )
-        logger.info("starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path)
+        logger.info(
+            "starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path
+        )
 
     def exit_code(self) -> int | None:
         """The server's exit code; None while it runs or before the first start."""
@@ -221,7 +283,10 @@ class ManagedServer:
 
     @report_wait("for a rollout server to be ready; its log has details")
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when the server accepts requests. If it exits or the timeout expires, ends it and raises RolloutError."""
+        """Returns when the server accepts requests.
+
+        If it exits or the timeout expires, ends it and raises RolloutError.
+        """
         deadline = time.monotonic() + timeout_s
         attempts = 1
         while not self.api.ready():
@@ -230,8 +295,13 @@ class ManagedServer:
             code = self.exit_code()
             if code is not None or time.monotonic() > deadline:
                 log = tail(self.log_path)
-                if code is not None and any(text in log for text in PORT_TAKEN) and attempts < START_ATTEMPTS:
-                    attempts, self._port = attempts + 1, 0
+                if (
+                    code is not None
+                    and any(text in log for text in PORT_TAKEN)
+                    and attempts < START_ATTEMPTS
+                ):
+                    attempts = attempts + 1
+                    self._port = 0
                     self.start()
                     continue
                 self.stop()
@@ -249,7 +319,8 @@ class ManagedServer:
     def stop(self) -> None:
         """Ends the server and all its children; returns when they have ended."""
         with self._lock:
-            guard, self._guard = self._guard, None
+            guard = self._guard
+            self._guard = None
             if guard is None:
                 return
             assert guard.stdin is not None
@@ -259,7 +330,9 @@ class ManagedServer:
                 with report_wait(f"for rollout server {self.spec.name} to end"):
                     guard.wait(GRACE_S + 15.0)
             except subprocess.TimeoutExpired:
-                logger.warning("guard of rollout server %s does not end; killing its group", self.spec.name)
+                logger.warning(
+                    "guard of rollout server %s does not end; killing its group", self.spec.name
+                )
                 guard.kill()
                 guard.wait()
             if self.pid_file.exists():  # the guard was killed before it could clean up
@@ -267,6 +340,13 @@ class ManagedServer:
 
 
 def _with_values_from_environment(command: list[str]) -> list[str]:
-    """The command that runs `sglang/start.py`, which adds the arguments that are in the server's environment."""
+    """The command that runs `sglang/start.py`, which adds the arguments that are in the server's
+    environment.
+    """
     at = command.index("-m")
-    return [*command[:at], "-c", Path(start.__file__).read_text(encoding="utf-8"), *command[at + 2 :]]
+    return [
+        *command[:at],
+        "-c",
+        Path(start.__file__).read_text(encoding="utf-8"),
+        *command[at + 2 :],
+    ]

@@ -1,9 +1,11 @@
-"""Starts `sglang.launch_server` inside the server's interpreter, which has no pacs_megatron: passed to `python -c` as text.
+"""Starts `sglang.launch_server` inside the server's interpreter, which has no pacs_megatron: passed
+to `python -c` as text.
 
-It adds the API key from the environment, because every user of the host can read a command line, and
-`--mem-fraction-static`: SGLang takes it as a share of the memory that is free at its start
-(mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server beside a trainer less than it
-had before. The budget here is a share of the GPU's total memory; the start waits until that much is free.
+It adds the API key from the environment, because every user of the host can read a command line,
+and `--mem-fraction-static`: SGLang takes it as a share of the memory that is free at its start
+(mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server
+beside a trainer less than it had before. The budget here is a share of the GPU's total memory; the
+start waits until that much is free.
 """
 
 import os
@@ -12,12 +14,18 @@ import sys
 import time
 
 RESERVE = 3 * 2**30
-"""Bytes that must be free in addition to the budget: CUDA context, graphs and activations of the server."""
+"""Bytes that must be free in addition to the budget:
+
+CUDA context, graphs and activations of the server.
+"""
 REPORT_S = 10.0
 
 
 def memory_share(fraction: float, devices: "list[str]") -> float:
-    """Share of the free memory that equals `fraction` of the total, on the fullest of these GPUs. Waits for free memory."""
+    """Share of the free memory that equals `fraction` of the total, on the fullest of these GPUs.
+
+    Waits for free memory.
+    """
     import pynvml  # type: ignore[import-not-found]
 
     pynvml.nvmlInit()
@@ -30,14 +38,17 @@ def memory_share(fraction: float, devices: "list[str]") -> float:
     report_at = 0.0
     while True:
         memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        budget, free = fraction * min(info.total for info in memory), min(info.free for info in memory)
+        budget = fraction * min(info.total for info in memory)
+        free = min(info.free for info in memory)
         if free >= budget + RESERVE:
             return float(budget / free)
         if time.monotonic() >= report_at:
             report_at = time.monotonic() + REPORT_S
             sys.stdout.write(
-                f"waiting for GPU memory: {(budget + RESERVE) / 2**30:.1f} GiB needed (rollout.servers.mem_fraction="
-                f"{fraction} and {RESERVE / 2**30:.0f} GiB), {free / 2**30:.1f} GiB free on GPU {','.join(devices)}\n"
+                f"waiting for GPU memory: {(budget + RESERVE) / 2**30:.1f} GiB needed "
+                "(rollout.servers.mem_fraction="
+                f"{fraction} and {RESERVE / 2**30:.0f} GiB), {free / 2**30:.1f} GiB free on GPU "
+                f"{','.join(devices)}\n"
             )
             sys.stdout.flush()
         time.sleep(0.5)

@@ -78,26 +78,35 @@ class RunContext:
 
 
 def join(config: RunConfig) -> ControlChannel:
-    """Creates the process groups; returns the control channel. Collective. Raises ConfigError for too few GPUs."""
+    """Creates the process groups; returns the control channel.
+
+    Collective. Raises ConfigError for too few GPUs.
+    """
     world_size = groups.started_place().world_size
     _check_gpus(config)
     sglang = config.rollout.sglang
     if sglang is not None and sglang.sync.transport == "broadcast":
-        # SGLang sets this for itself (entrypoints/engine.py:1905); members of one NCCL group need the same value.
+        # SGLang sets this for itself (entrypoints/engine.py:1905); members of one NCCL group need
+        # the same value.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if not torch.cuda.is_available():
         # One thread a rank: results do not depend on the number of cores.
         torch.set_num_threads(1)
-    layout, timeout_s = layout_of(config, world_size), config.parallel.control_timeout_s
-    return ControlChannel(groups.initialize(layout, seed=config.run.seed, control_timeout_s=timeout_s))
+    layout = layout_of(config, world_size)
+    timeout_s = config.parallel.control_timeout_s
+    return ControlChannel(
+        groups.initialize(layout, seed=config.run.seed, control_timeout_s=timeout_s)
+    )
 
 
 def _check_gpus(config: RunConfig) -> None:
-    wanted, ranks = config.resources.gpus_per_node, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = config.resources.gpus_per_node
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted and found < ranks:
         raise ConfigError(
-            f"resources.gpus_per_node={wanted}: torch finds {found} GPUs for {ranks} ranks on {socket.gethostname()}; "
+            f"resources.gpus_per_node={wanted}: torch finds {found} GPUs for {ranks} ranks on "
+            f"{socket.gethostname()}; "
             "run `pacs-megatron preflight` for the reason, or set it to 0 to train on the CPU"
         )
 
@@ -131,16 +140,25 @@ def build_on_all_ranks(
 
 
 def build_policy(
-    config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[MegatronPolicy] = MegatronPolicy
+    config: RunConfig,
+    run_dir: Path,
+    model_dir: Path,
+    rank: Rank,
+    kind: type[MegatronPolicy] = MegatronPolicy,
 ) -> MegatronPolicy:
-    """The policy with the model's weights. If the run has a checkpoint, the weights are arbitrary until `saving.resume`."""
+    """The policy with the model's weights.
+
+    If the run has a checkpoint, the weights are arbitrary until `saving.resume`.
+    """
     spec = load_spec(model_dir)
     if spec.head != "tokens":
         got = f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}"
         raise ConfigError(f"{got}; use a causal language model")
     policy = _build_model(config, rank, spec, config.optimizer, kind)
     if latest_checkpoint(run_dir) is None:
-        stored = open_weights(_weights_dir(model_dir), digests=False)  # already checked, a share by each rank
+        stored = open_weights(
+            _weights_dir(model_dir), digests=False
+        )  # already checked, a share by each rank
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
@@ -150,27 +168,40 @@ def build_policy(
 def build_critic(
     config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[Critic] = Critic
 ) -> Critic | None:
-    """The critic with its initial weights, as `build_policy`; None if the objective has none. Raises ConfigError."""
+    """The critic with its initial weights, as `build_policy`; None if the objective has none.
+
+    Raises ConfigError.
+    """
     objective = config.objective
     if not isinstance(objective, PpoOptions):
         return None
     path = objective.critic.path
     folder = model_dir if path is None else model_folder(path, "objective.critic.path")
-    spec, stored_spec = load_spec(model_dir).critic(), load_spec(folder).critic()
+    spec = load_spec(model_dir).critic()
+    stored_spec = load_spec(folder).critic()
     if stored_spec != replace(spec, dtype=stored_spec.dtype):
         raise ConfigError(
-            f"objective.critic.path={path} has another architecture than model.path={config.model.path}; use a critic of "
+            f"objective.critic.path={path} has another architecture than "
+            f"model.path={config.model.path}; use a critic of "
             "the policy's architecture, or remove the key"
         )
-    critic = _build_model(config, rank, spec, critic_optimizer(config.optimizer, objective.critic.lr), kind)
+    critic = _build_model(
+        config, rank, spec, critic_optimizer(config.optimizer, objective.critic.lr), kind
+    )
     if latest_checkpoint(run_dir) is None:
         stored = open_weights(_weights_dir(folder), digests=False)
         entries = critic.table.entries
-        shapes = {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
+        shapes = {
+            name: shape
+            for e in entries
+            for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)
+        }
 
         def read(name: str) -> torch.Tensor:
             is_new = name.startswith("score.") and name not in stored.names
-            return (torch.zeros(shapes[name]) if is_new else stored.get(name)).to(critic.config.params_dtype)
+            return (torch.zeros(shapes[name]) if is_new else stored.get(name)).to(
+                critic.config.params_dtype
+            )
 
         critic.load_weights(read)
     return critic
@@ -197,14 +228,17 @@ def build(
     config: RunConfig, run_dir: Path, model_dir: Path, channel: ControlChannel, driver: DriverClient | None,
     stop: StopFlag,
 ) -> RunContext:  # fmt: skip
-    rank, rollout = channel.rank, config.rollout
+    rank = channel.rank
+    rollout = config.rollout
     policy = build_policy(config, run_dir, model_dir, rank)
     engine = None
     if rollout.embedded is not None:
         tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, str(model_dir))
         place = {"rank": rank.rank, "num_ranks": rank.layout.world_size}
-        engine = EmbeddedEngine(model_dir, rollout.embedded, vocabulary, device=rank.device, **place)
+        engine = EmbeddedEngine(
+            model_dir, rollout.embedded, vocabulary, device=rank.device, **place
+        )
     server_sync = None
     if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport != "disk"):
         server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
@@ -228,5 +262,11 @@ def build(
 
 
 def _weights_dir(model_dir: Path) -> Path:
-    """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF files in `hf/`."""
-    return model_dir.parent if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER else model_dir
+    """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF
+    files in `hf/`.
+    """
+    return (
+        model_dir.parent
+        if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER
+        else model_dir
+    )

@@ -9,7 +9,10 @@ from pacs_megatron.training.context import RunContext
 
 
 def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
-    """Writes the weights of `model` with config and tokenizer to `target`, which it replaces. Collective; rank 0 writes."""
+    """Writes the weights of `model` with config and tokenizer to `target`, which it replaces.
+
+    Collective; rank 0 writes.
+    """
     with run.timer.span("export"):
         if run.rank.rank:
             for _ in model.export_weights():
@@ -30,7 +33,10 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
 
 
 def _keep_others(before: Path, target: Path) -> None:
-    """Removes an earlier export. Files that an export does not write are the user's, and move to `target`."""
+    """Removes an earlier export.
+
+    Files that an export does not write are the user's, and move to `target`.
+    """
     for path in before.iterdir():
         if ".safetensors" not in path.name and not (target / path.name).exists():
             path.rename(target / path.name)

@@ -40,10 +40,14 @@ class Outputs:
         truncate_after(run.run_dir, first_step, progress.step)
         self._metrics = stack.enter_context(MetricsWriter(run.run_dir))
         values = config.model_dump(mode="json")
-        self._sinks = open_sinks(run.run_dir, config.run.name, config.logging, first_step=first_step + 1, config=values)
+        self._sinks = open_sinks(
+            run.run_dir, config.run.name, config.logging, first_step=first_step + 1, config=values
+        )
         for sink in self._sinks:
             stack.enter_context(sink)
-        self._progress = stack.enter_context(Progress(config.run.name, config.run.steps, done=max(first_step, 0)))
+        self._progress = stack.enter_context(
+            Progress(config.run.name, config.run.steps, done=max(first_step, 0))
+        )
         self._clipped: list[float] = []
         run.timer.on_change(self._progress.phase)
         run.driver.on_progress = self._show_samples
@@ -70,7 +74,10 @@ class Outputs:
 
 
 def train(run: RunContext) -> ExitCode:
-    """Trains to the last step, from the newest checkpoint if there is one. Returns how the run ended."""
+    """Trains to the last step, from the newest checkpoint if there is one.
+
+    Returns how the run ended.
+    """
     with report_wait("" if run.rank.rank else "for the newest checkpoint to load"):
         progress = resume(run) or RunProgress(row={})
     with ExitStack() as stack:
@@ -96,7 +103,9 @@ def train(run: RunContext) -> ExitCode:
                 raise
             out.report()
             if run.rank.rank == 0:
-                logger.info("stopped after %s; %s; the same command continues", progress.position, saved)
+                logger.info(
+                    "stopped after %s; %s; the same command continues", progress.position, saved
+                )
             return ExitCode.PREEMPTED
         export_hf(run, run.policy, run.run_dir / "hf")
         if run.critic is not None:
@@ -107,7 +116,8 @@ def train(run: RunContext) -> ExitCode:
 
 def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
     """Evaluates, writes the row and saves, as due. Step 0 is the evaluation before training."""
-    step, last = progress.step, progress.step == run.config.run.steps
+    step = progress.step
+    last = progress.step == run.config.run.steps
     assert progress.row is not None
     run.saver.finish()
     row = dict(progress.row)
@@ -130,7 +140,10 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
-    """pass@k of every benchmark with the weights after `step`; empty when none is configured. Collective."""
+    """pass@k of every benchmark with the weights after `step`; empty when none is configured.
+
+    Collective.
+    """
     options = run.config.evaluation
     if not options.benchmarks:
         return {}
@@ -143,7 +156,10 @@ def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
 
 
 def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception) -> str:
-    """Saves the position of the run if the driver's state is available. Returns "saved", or names the newest checkpoint."""
+    """Saves the position of the run if the driver's state is available.
+
+    Returns "saved", or names the newest checkpoint.
+    """
     if progress.position == Position(0) and not isinstance(reason, Interrupted):
         return "not saved; nothing was trained yet"
     try:
@@ -155,17 +171,7 @@ def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception)
         return saved
     file = rollout_path(run.run_dir, progress.step)
     if run.rank.rank == 0 and run.config.rollout.is_sampled and progress.step and not file.exists():
-        logger.warning("step %d was trained, but the driver ended before it wrote %s", progress.step, file)
+        logger.warning(
+            "step %d was trained, but the driver ended before it wrote %s", progress.step, file
+        )
     return "saved"
-
-
-
-
-
-
-
-
-
-
-
-

@@ -1,4 +1,7 @@
-"""One rank of a training run: `python -m pacs_megatron.training.main <config> [key=value ...]` under torchrun or srun."""
+"""One rank of a training run:
+
+`python -m pacs_megatron.training.main <config> [key=value ...]` under torchrun or srun.
+"""
 
 import logging
 import os
@@ -47,23 +50,33 @@ def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
         return _train(loaded, run_dir, rank_number, None, is_new=False)
     is_new = not run_dir.exists()
     with RunLock(run_dir, "train") as lock:
-        if folders.ATTEMPT_VARIABLE not in os.environ:  # a batch script removes them when the attempt begins
+        if (
+            folders.ATTEMPT_VARIABLE not in os.environ
+        ):  # a batch script removes them when the attempt begins
             for name in (folders.FAILED_RANK_FILE, STOP_FILE):
                 (run_dir / name).unlink(missing_ok=True)
         return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
 
 
-def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None, *, is_new: bool) -> ExitCode:
-    with report_wait("" if rank_number else "for torch and Megatron to load"):  # after the cheap checks
+def _train(
+    loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None, *, is_new: bool
+) -> ExitCode:
+    with report_wait(
+        "" if rank_number else "for torch and Megatron to load"
+    ):  # after the cheap checks
         from pacs_megatron.parallel import groups
         from pacs_megatron.rollout.driver_client import DriverClient
         from pacs_megatron.training import context, loop
         from pacs_megatron.training.watchdog import Watchdog
 
-    config, stop, driver = loaded.config, StopFlag(run_dir), None
+    config = loaded.config
+    stop = StopFlag(run_dir)
+    driver = None
     with ExitStack() as stack:
         try:
-            with report_wait("" if rank_number else "for the model, the data, the driver and the other ranks"):
+            with report_wait(
+                "" if rank_number else "for the model, the data, the driver and the other ranks"
+            ):
                 stop.install(partial(_end_during_start, run_dir, lock), with_file=rank_number == 0)
                 model_dir = model_folder(config.model.path)
                 if rank_number == 0:
@@ -72,7 +85,9 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock 
                     write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
                     folders.write_environment(run_dir, {})
                     # The driver loads data while this process builds the model.
-                    driver = DriverClient(run_dir, model_dir, timeout_s=config.parallel.control_timeout_s)
+                    driver = DriverClient(
+                        run_dir, model_dir, timeout_s=config.parallel.control_timeout_s
+                    )
                     driver.should_stop = stop.is_set
                     stack.callback(driver.close)
                 run = context.build_on_all_ranks(config, run_dir, model_dir, driver, stop)
@@ -80,7 +95,9 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock 
                     stack.callback(run.server_sync.close)
         except PacsError as error:
             stack.close()
-            if is_new and not isinstance(error, RolloutError | RewardError):  # their messages name a log in the folder
+            if is_new and not isinstance(
+                error, RolloutError | RewardError
+            ):  # their messages name a log in the folder
                 # Nothing was computed: invalid input leaves no folder behind.
                 shutil.rmtree(run_dir, ignore_errors=True)
                 with suppress(OSError):  # the folder has other runs
@@ -99,12 +116,15 @@ def _train(loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock 
 
 
 def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
-    """Ends this process at once: there is nothing to save, and the main thread may block for minutes (ranks, I/O)."""
+    """Ends this process at once: there is nothing to save, and the main thread may block for
+    minutes (ranks, I/O).
+    """
     code = int(ExitCode.PREEMPTED)
     if lock is not None:
         failed = run_dir / folders.FAILED_RANK_FILE
         if failed.exists():
-            code, reason = folders.read_exit_code(failed, ExitCode.FAILED), "another rank failed"
+            code = folders.read_exit_code(failed, ExitCode.FAILED)
+            reason = "another rank failed"
         sys.stderr.write(f"{reason} before training: nothing to save; {describe_newest(run_dir)}\n")
         folders.write_exit_code(run_dir, code)
         lock.close()
@@ -112,16 +132,22 @@ def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Ends the process with the exit code, which rank 0 also writes to the run folder (torchrun hides it)."""
+    """Ends the process with the exit code, which rank 0 also writes to the run folder (torchrun
+    hides it).
+    """
     if not arguments:
         sys.stderr.write("usage: python -m pacs_megatron.training.main <config> [key=value ...]\n")
         return int(ExitCode.MISCONFIGURED)
-    # One line for an error of TensorBoard's thread (disk full); the main thread raises the same error.
-    threading.excepthook = lambda args: logger.error("%s: %r", args.thread and args.thread.name, args.exc_value)
+    # One line for an error of TensorBoard's thread (disk full); the main thread raises the same
+    # error.
+    threading.excepthook = lambda args: logger.error(
+        "%s: %r", args.thread and args.thread.name, args.exc_value
+    )
     if AGENT_PID in os.environ:
         # torchrun starts each rank in its own session, so a rank would outlive torchrun.
         die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
-    config_path, overrides = Path(arguments[0]), arguments[1:]
+    config_path = Path(arguments[0])
+    overrides = arguments[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     exit_code_file = folders.EXIT_CODE_FILE if is_first else folders.FAILED_RANK_FILE
     is_refused = False  # another process uses the run folder, so nothing is written there
@@ -133,17 +159,21 @@ def main(arguments: Sequence[str]) -> int:
     except PacsError as error:
         logger.debug("%s", traceback.format_exc())
         if not is_first:
-            # Rank 0 prints an error that all ranks raise, and exits first: torchrun then ends the other ranks.
+            # Rank 0 prints an error that all ranks raise, and exits first: torchrun then ends the
+            # other ranks.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PRINT_AFTER_S)
         where = "" if is_first else f"rank {os.environ['RANK']}: "
         sys.stderr.write(f"{type(error).__name__}: {where}{error}\n")
         code = error.exit_code
         is_refused = isinstance(error, FolderInUseError)
-    except Exception as error:  # noqa: BLE001  a bug: one line and a report, then an exit that skips collectives
+    except Exception as error:
         logger.debug("%s", traceback.format_exc())
         # gloo does not define its own exception class.
-        if "/gloo/transport/" in str(error) or type(error).__name__ in ("DistBackendError", "DistNetworkError"):
+        if "/gloo/transport/" in str(error) or type(error).__name__ in (
+            "DistBackendError",
+            "DistNetworkError",
+        ):
             what = f"lost the connection to another rank, whose message has the cause ({str(error).splitlines()[0]})"
             sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {one_line(what)}\n")
             code = ExitCode.FAILED

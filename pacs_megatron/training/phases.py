@@ -34,12 +34,18 @@ def cut(run: RunContext, samples: StepSamples) -> list[MiniBatch]:
 
 
 def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
-    """The log-probs and values of this rank's samples that the objective needs, of all epochs. Raises Interrupted."""
-    sources = sorted(passes_of(run.objective, run.config.batch.updates_of(minibatch.index)), reverse=True)
+    """The log-probs and values of this rank's samples that the objective needs, of all epochs.
+
+    Raises Interrupted.
+    """
+    sources = sorted(
+        passes_of(run.objective, run.config.batch.updates_of(minibatch.index)), reverse=True
+    )
     with run.timer.span("logprobs"):
         models = {source: run.models[-1] if source == "value" else run.policy for source in sources}
         found: Logprobs = {
-            source: model.logprobs(minibatch, source, run.stop.is_set) for source, model in models.items()
+            source: model.logprobs(minibatch, source, run.stop.is_set)
+            for source, model in models.items()
         }
         if "step_start" in found and minibatch.routes is None and run.policy.routes is not None:
             found["routes"] = run.policy.routes
@@ -47,7 +53,9 @@ def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
 
 
 def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
-    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has none yet."""
+    """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has
+    none yet.
+    """
     return replace(
         minibatch,
         step_start_logprobs=found.get("step_start"),
@@ -58,7 +66,9 @@ def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
 
 
 def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str, float]:
-    """Metrics of the scores' noise, measured on four groups of the mini-batch; empty if no measurement is due."""
+    """Metrics of the scores' noise, measured on four groups of the mini-batch; empty if no
+    measurement is due.
+    """
     every = run.config.mismatch.score_noise_every
     if every is None or step % every or not isinstance(run.objective, Pacs):
         return {}
@@ -68,8 +78,12 @@ def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str,
         return run.policy.score_noise(minibatch, run.objective, rows, run.stop.is_set)
 
 
-def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]) -> tuple[list[MiniBatch], Any]:
-    """(mini-batches of all epochs, values that every update needs from all samples of the step, such as advantages)"""
+def step_inputs(
+    run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]
+) -> tuple[list[MiniBatch], Any]:
+    """(mini-batches of all epochs, values that every update needs from all samples of the step,
+    such as advantages)
+    """
     facts = samples.facts
     if not minibatches:
         return [], None
@@ -77,15 +91,20 @@ def step_inputs(run: RunContext, samples: StepSamples, minibatches: Sequence[Min
         facts = run.policy.with_sample_kl(facts, minibatches, run.objective)
     if run.critic is not None:
         facts, minibatches = run.critic.with_estimates(facts, minibatches, run.objective)
-    size, epochs = len(minibatches), range(run.config.batch.epochs)
-    repeated = [replace(part, index=part.index + size * epoch) for epoch in epochs for part in minibatches]
+    size = len(minibatches)
+    epochs = range(run.config.batch.epochs)
+    repeated = [
+        replace(part, index=part.index + size * epoch) for epoch in epochs for part in minibatches
+    ]
     return repeated, run.objective.prepare_step(facts)
 
 
 def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
-    """Runs one optimizer update of the policy and of the critic, with a score pass if the objective needs one.
+    """Runs one optimizer update of the policy and of the critic, with a score pass if the objective
+    needs one.
 
-    Raises Interrupted (during the score pass) or NonFiniteError, both before any weight of that model changes.
+    Raises Interrupted (during the score pass) or NonFiniteError, both before any weight of that
+    model changes.
     """
     options = run.config.objective
     with run.timer.span("update"):

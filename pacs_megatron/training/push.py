@@ -15,10 +15,11 @@ def stream(
     receivers: Sequence[WeightReceiver],
     on_exported: Callable[[], None] = lambda: None,
 ) -> tuple[str, SyncError | None]:
-    """Streams an export into every receiver; returns its digest, and the error of the first receiver that failed.
+    """Streams an export into every receiver; returns its digest, and the error of the first
+    receiver that failed.
 
-    The export is collective, so every rank iterates it to the end, also without a receiver or after a receiver failed.
-    `on_exported` is called before the receivers' `end_update`.
+    The export is collective, so every rank iterates it to the end, also without a receiver or after
+    a receiver failed. `on_exported` is called before the receivers' `end_update`.
     """
     live = list(receivers)
     errors: list[SyncError] = []
@@ -41,8 +42,13 @@ def stream(
     return digest.hexdigest(), errors[0] if errors else None
 
 
-def push(version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Sequence[WeightReceiver]) -> str:
-    """`stream` for receivers that must all succeed. Raises the first SyncError of a receiver, on this rank only."""
+def push(
+    version: int, export: Iterable[tuple[str, torch.Tensor]], receivers: Sequence[WeightReceiver]
+) -> str:
+    """`stream` for receivers that must all succeed.
+
+    Raises the first SyncError of a receiver, on this rank only.
+    """
     digest, error = stream(version, export, receivers)
     if error is not None:
         raise error

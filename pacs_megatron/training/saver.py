@@ -1,8 +1,10 @@
-"""Writes checkpoints; with `checkpoint.async_save` a thread of every rank writes while the next step runs.
+"""Writes checkpoints; with `checkpoint.async_save` a thread of every rank writes while the next
+step runs.
 
-Concurrency: the main thread copies the tensors that a later update changes. The thread writes them, the digests and the
-manifest, and renames the folder. Its collectives use a separate process group. The main thread waits for it at the end
-of the next step and before the run ends, so all ranks raise its error at the same point.
+Concurrency: the main thread copies the tensors that a later update changes. The thread writes them,
+the digests and the manifest, and renames the folder. Its collectives use a separate process group.
+The main thread waits for it at the end of the next step and before the run ends, so all ranks raise
+its error at the same point.
 """
 
 import logging
@@ -25,7 +27,11 @@ class Saver:
         """Collective."""
         wanted = config.checkpoint.async_save
         self.in_background = rank.device.type == "cuda" if wanted is None else wanted
-        self._rank = with_own_control(rank, config.parallel.control_timeout_s) if self.in_background else rank
+        self._rank = (
+            with_own_control(rank, config.parallel.control_timeout_s)
+            if self.in_background
+            else rank
+        )
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[None] | None = None
 
@@ -38,7 +44,8 @@ class Saver:
 
     def finish(self) -> None:
         """Waits for the thread and raises its error, a CheckpointError on all ranks."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             with report_wait("for the files of the last checkpoint"):
                 running.result()

@@ -19,11 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None:
-    """Saves the position of the run, with all finished samples of later steps. Collective. `final`: the run ends."""
+    """Saves the position of the run, with all finished samples of later steps.
+
+    Collective. `final`: the run ends.
+    """
     has_reference = run.policy.reference is not None
     with run.timer.span("checkpoint"):
         run.saver.finish()
-        driver = run.rollouts.state(progress.step, final=final, at_boundary=not progress.open_step.updates)
+        driver = run.rollouts.state(
+            progress.step, final=final, at_boundary=not progress.open_step.updates
+        )
         state = {
             "policy_version": run.policy.version,
             "driver": driver.order,
@@ -38,9 +43,13 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
             hf_metadata=run.model_dir,
             dtype=run.policy.config.params_dtype,
             buffer=driver.buffer,
-            open_step=progress.open_step.to_record(run.rank, _settings(run)) if progress.open_step.updates else None,
+            open_step=progress.open_step.to_record(run.rank, _settings(run))
+            if progress.open_step.updates
+            else None,
         )
-        in_background = run.saver.in_background and not final and progress.step < run.config.run.steps
+        in_background = (
+            run.saver.in_background and not final and progress.step < run.config.run.steps
+        )
         write = run_checkpoint.start_checkpoint(
             run.run_dir,
             progress.position,
@@ -53,7 +62,10 @@ def save(run: RunContext, progress: RunProgress, *, final: bool = False) -> None
 
 
 def resume(run: RunContext) -> RunProgress | None:
-    """Loads the newest checkpoint, None if there is none. Collective. Raises CheckpointError when it is damaged."""
+    """Loads the newest checkpoint, None if there is none.
+
+    Collective. Raises CheckpointError when it is damaged.
+    """
     found = None
     if run.rank.rank == 0:
         run_checkpoint.finish_interrupted(run.run_dir)
@@ -71,14 +83,16 @@ def resume(run: RunContext) -> RunProgress | None:
     saved = run_checkpoint.read_state(folder)
     if saved.get("optimizer_format") != policy_state.OPTIMIZER_FORMAT:
         raise CheckpointError(
-            f"{folder} has the optimizer of an earlier release, which this release does not read; resume with that "
+            f"{folder} has the optimizer of an earlier release, which this release does not read; "
+            "resume with that "
             "release, or export the checkpoint and start a new run from its weights"
         )
     if saved["has_reference"] and run.policy.reference is None:
         run.policy.take_reference(reset_optimizer=False)
     if run.critic is not None and not (folder / run_checkpoint.CRITIC_DIST).is_dir():
         raise CheckpointError(
-            f"{folder} has no critic, which objective.name=ppo needs; export the checkpoint and start a new run from its weights"
+            f"{folder} has no critic, which objective.name=ppo needs; export the checkpoint and "
+            "start a new run from its weights"
         )
     state = _sharded(run, is_loading=True, with_reference=saved["has_reference"])
     filled, rng = run_checkpoint.load_checkpoint(folder, run.rank, state)
@@ -87,13 +101,17 @@ def resume(run: RunContext) -> RunProgress | None:
     if rng is not None:
         policy_state.load_rng_state(rng, folder / "rng")
     if run.has_reference and run.policy.reference is None:
-        logger.warning("%s has no frozen reference: the policy of this checkpoint becomes the reference", folder)
+        logger.warning(
+            "%s has no frozen reference: the policy of this checkpoint becomes the reference",
+            folder,
+        )
         run.policy.take_reference(reset_optimizer=False)
     run.policy.version = saved["policy_version"]
     buffer = run_checkpoint.read_record(folder) if run.rank.rank == 0 else None
     if buffer is not None:
         with parsing(f"{folder}/buffer.json or buffer.safetensors", CheckpointError):
-            # After max_staleness was lowered, the checkpoint has more steps than the run now samples ahead.
+            # After max_staleness was lowered, the checkpoint has more steps than the run now
+            # samples ahead.
             ahead = max(run.config.rollout.steps_ahead + 1, len(buffer[0]["steps"]))
             steps = range(saved["step"] + 1, saved["step"] + 1 + ahead)
             check_saved(*buffer, steps, run.policy.spec.vocab_size)
@@ -104,21 +122,29 @@ def resume(run: RunContext) -> RunProgress | None:
     with parsing(f"{folder}/open_step.json", CheckpointError):
         open_step = OpenStep() if record is None else OpenStep.from_record(record, _settings(run))
     for model in run.models:  # in this attempt's updates: batch.updates_per_step can differ
-        model.optimizer.advance_schedule(saved["step"] * run.config.batch.num_updates + open_step.updates)
+        model.optimizer.advance_schedule(
+            saved["step"] * run.config.batch.num_updates + open_step.updates
+        )
     return RunProgress(step=saved["step"], row=saved["row"], open_step=open_step)
 
 
-def _sharded(run: RunContext, *, is_loading: bool, with_reference: bool) -> dict[str, dict[str, Any]]:
+def _sharded(
+    run: RunContext, *, is_loading: bool, with_reference: bool
+) -> dict[str, dict[str, Any]]:
     """Folder of a checkpoint -> the state of its model. Collective."""
     folders = (DIST_FOLDER, run_checkpoint.CRITIC_DIST)
     return {
-        folder: policy_state.sharded_state(model, is_loading=is_loading, with_reference=with_reference and number == 0)
+        folder: policy_state.sharded_state(
+            model, is_loading=is_loading, with_reference=with_reference and number == 0
+        )
         for number, (folder, model) in enumerate(zip(folders, run.models, strict=False))
     }
 
 
 def _settings(run: RunContext) -> dict[str, Any]:
-    """Values that a run may not change inside a step: its samples, mini-batches and log-probs depend on them."""
+    """Values that a run may not change inside a step: its samples, mini-batches and log-probs
+    depend on them.
+    """
     config = run.config
     return {
         "batch.updates_per_step": config.batch.updates_per_step,

@@ -12,9 +12,13 @@ from types import FrameType
 from pacs_megatron.runtime.processes import JOB_SIGNALS
 
 STOP_FILE = "STOP"
-"""File in the run folder, created by `cancel --save`, or by a batch script whose signals do not reach the ranks."""
+"""File in the run folder, created by `cancel --save`, or by a batch script whose signals do not
+reach the ranks.
+"""
 FILE_CHECK_S = 1.0
-"""Seconds between two checks of the file: ranks poll at every micro-batch, and the file system is shared."""
+"""Seconds between two checks of the file: ranks poll at every micro-batch, and the file system is
+shared.
+"""
 
 
 class StopFlag:
@@ -26,16 +30,21 @@ class StopFlag:
         self._end_now: Callable[[str], None] | None = None
         self.reason = ""
 
-    def install(self, end_now: Callable[[str], None] | None = None, *, with_file: bool = False) -> None:
+    def install(
+        self, end_now: Callable[[str], None] | None = None, *, with_file: bool = False
+    ) -> None:
         """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt.
 
-        Until `defer`, a thread calls `end_now` with the reason of a stop request: there is nothing to save yet.
-        `with_file`: the thread also checks the file; for rank 0, which removes the file of an earlier attempt.
+        Until `defer`, a thread calls `end_now` with the reason of a stop request: there is nothing
+        to save yet. `with_file`: the thread also checks the file; for rank 0, which removes the
+        file of an earlier attempt.
         """
-        self._end_now, self._with_file = end_now, with_file
+        self._end_now = end_now
+        self._with_file = with_file
         for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
-        # Python runs no handler while the main thread waits in a collective, so a thread reads the signal.
+        # Python runs no handler while the main thread waits in a collective, so a thread reads the
+        # signal.
         self._wakeup, notify = socket.socketpair()
         self._wakeup.settimeout(FILE_CHECK_S)
         notify.setblocking(False)

@@ -1,4 +1,6 @@
-"""Sends new weights of the policy to the rollout engine: the embedded engines of all ranks, or SGLang servers."""
+"""Sends new weights of the policy to the rollout engine: the embedded engines of all ranks, or
+SGLang servers.
+"""
 
 import logging
 import os
@@ -16,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def sync(run: RunContext, step: int) -> None:
-    """Sends the weights after `step` to the rollout engine and compares digests. Collective; raises SyncError on all ranks."""
+    """Sends the weights after `step` to the rollout engine and compares digests.
+
+    Collective; raises SyncError on all ranks.
+    """
     if not run.config.rollout.is_sampled:
         return
     with run.timer.span("sync"):
@@ -32,9 +37,11 @@ def sync(run: RunContext, step: int) -> None:
 
         def check_equal() -> None:
             if digest != first:
-                # Not a SyncError: the loop saves a checkpoint then, and these weights must not be saved.
+                # Not a SyncError: the loop saves a checkpoint then, and these weights must not be
+                # saved.
                 raise PacsError(
-                    f"rank 0 exported weights with digest {first}, rank {run.rank.rank} exported {digest}: the replicas have "
+                    f"rank 0 exported weights with digest {first}, rank {run.rank.rank} exported "
+                    f"{digest}: the replicas have "
                     "drifted apart; resume from the last checkpoint"
                 )
 
@@ -48,22 +55,32 @@ def sync(run: RunContext, step: int) -> None:
 
 
 def _push(run: RunContext) -> str:
-    """Exports to all receivers; returns the digest. Collective. Raises on every rank if no receiver has the weights."""
+    """Exports to all receivers; returns the digest.
+
+    Collective. Raises on every rank if no receiver has the weights.
+    """
     if (engine := run.engine) is not None:
-        return run.channel.run_together(lambda: push(run.policy.version, run.policy.export_weights(), [engine]))
+        return run.channel.run_together(
+            lambda: push(run.policy.version, run.policy.export_weights(), [engine])
+        )
     for model in run.models:
         model.offload.to_host()
     _empty_caches(run)
     receivers = _targets(run)
     digest, error = run.channel.run_together(
-        lambda: stream(run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run))
+        lambda: stream(
+            run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run)
+        )
     )
     _require_a_server(run, bool(receivers), error)
     return digest
 
 
 def release_memory(run: RunContext) -> None:
-    """Frees the GPU memory of colocated servers until the next `sync` and loads off-loaded state. Collective."""
+    """Frees the GPU memory of colocated servers until the next `sync` and loads off-loaded state.
+
+    Collective.
+    """
     if not run.config.rollout.on_trainer_gpus:
         return
     error = None
@@ -79,17 +96,21 @@ def release_memory(run: RunContext) -> None:
 
 
 def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
-    """The weight sync of this rank with its servers as targets; empty on ranks without servers. Collective.
+    """The weight sync of this rank with its servers as targets; empty on ranks without servers.
 
-    `sync.transport: disk`: rank 0 updates all servers. `ipc`: each rank updates the servers on its GPU. `broadcast`: the
-    ranks on rank 0's host update a share of the servers each.
+    Collective.
+
+    `sync.transport: disk`: rank 0 updates all servers. `ipc`: each rank updates the servers on its
+    GPU. `broadcast`: the ranks on rank 0's host update a share of the servers each.
     """
     rollout = run.config.rollout.sglang
     assert rollout is not None
 
     def begin_update() -> list[list[Any]]:
         assert run.driver is not None
-        servers: list[list[Any]] = run.driver.call({"op": "begin_update", "is_release": is_release})[0]["servers"]
+        servers: list[list[Any]] = run.driver.call(
+            {"op": "begin_update", "is_release": is_release}
+        )[0]["servers"]
         if rollout.sync.transport != "broadcast":
             return servers
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # `rollout.sync.host` is this host
@@ -105,7 +126,10 @@ def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
 
 
 def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | None) -> None:
-    """Raises the first rank's error on all ranks, unless a server of any rank was updated. Collective."""
+    """Raises the first rank's error on all ranks, unless a server of any rank was updated.
+
+    Collective.
+    """
 
     def raise_it() -> None:
         if error is not None:
@@ -116,8 +140,13 @@ def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | Non
 
 
 def _empty_caches(run: RunContext) -> None:
-    """Returns every rank's unused memory to the GPU before colocated servers allocate theirs. Collective."""
+    """Returns every rank's unused memory to the GPU before colocated servers allocate theirs.
+
+    Collective.
+    """
     if run.config.rollout.on_trainer_gpus and run.rank.device.type == "cuda":
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # blocks whose readers are done
         torch.cuda.empty_cache()
-        run.channel.any_rank(False)  # a barrier: a server with tp > 1 uses the GPUs of several ranks
+        run.channel.any_rank(
+            False
+        )  # a barrier: a server with tp > 1 uses the GPUs of several ranks

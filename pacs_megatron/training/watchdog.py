@@ -1,9 +1,12 @@
-"""Detects a hang before NCCL's timeout ends the job, and reports the phase and the stack of every rank.
+"""Detects a hang before NCCL's timeout ends the job, and reports the phase and the stack of every
+rank.
 
-torch's own watchdogs cover NCCL calls only, and faulthandler's timer reports neither phases nor other ranks.
+torch's own watchdogs cover NCCL calls only, and faulthandler's timer reports neither phases nor
+other ranks.
 
-Concurrency: every rank has a daemon thread. The main thread reports phases and progress to it. Each rank decides alone,
-because a rank that hangs sends no message. Ranks read each other's phases from small files in the run folder.
+Concurrency: every rank has a daemon thread. The main thread reports phases and progress to it. Each
+rank decides alone, because a rank that hangs sends no message. Ranks read each other's phases from
+small files in the run folder.
 """
 
 import faulthandler
@@ -42,15 +45,21 @@ class Watchdog:
         self, run_dir: Path, rank: int, world_size: int, timeout_s: float, stop_reason: Callable[[], str] = str,
         lead_s: float = math.inf,
     ) -> None:  # fmt: skip
-        """`stop_reason`: returns the reason of this rank's stop request, or ""; the thread calls it. `lead_s`: seconds
-        between a stop request and the end of the job; the watchdog ends a rank that has not saved by then."""
-        self._run_dir, self._rank, self._world_size, self._timeout_s = run_dir, rank, world_size, timeout_s
+        """`stop_reason`: returns the reason of this rank's stop request, or ""; the thread calls
+        it. `lead_s`: seconds between a stop request and the end of the job; the watchdog ends a
+        rank that has not saved by then.
+        """
+        self._run_dir = run_dir
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
         self._stop_reason = stop_reason
         self._lead_s = lead_s * _LEAD_SHARE
         self._stop_since: float | None = None
         self._next_notice = 0.0
         self._phase = "start"
-        self._phase_since, self._next_phase_notice_s = time.monotonic(), NOTICE_S
+        self._phase_since = time.monotonic()
+        self._next_phase_notice_s = NOTICE_S
         self._since = time.monotonic()
         self._stop = threading.Event()
         self._file = run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
@@ -67,7 +76,8 @@ class Watchdog:
     def phase(self, names: tuple[str, ...]) -> None:
         """Records that the main thread entered or left a phase; a callback for `Timer.on_change`."""
         self._phase = " ".join(names) or "between phases"
-        self._phase_since, self._next_phase_notice_s = time.monotonic(), NOTICE_S
+        self._phase_since = time.monotonic()
+        self._next_phase_notice_s = NOTICE_S
         self.alive()
 
     def alive(self) -> None:
@@ -78,7 +88,10 @@ class Watchdog:
         while not self._stop.wait(min(1.0, self._timeout_s / 4)):
             silent_s = time.monotonic() - self._since
             if silent_s > self._timeout_s:
-                self._report(f"no progress for {silent_s:.0f} s", f"parallel.hang_timeout_s={self._timeout_s:g}")
+                self._report(
+                    f"no progress for {silent_s:.0f} s",
+                    f"parallel.hang_timeout_s={self._timeout_s:g}",
+                )
                 return
             self._notice_phase()
             stopping_s = self._notice_stop(silent_s)
@@ -95,24 +108,36 @@ class Watchdog:
         lasts_s = time.monotonic() - self._phase_since
         if self._rank == 0 and lasts_s > self._next_phase_notice_s:
             self._next_phase_notice_s = lasts_s + next_notice_s(lasts_s)
-            logging.getLogger(PROGRESS_LOGGER).info("in phase '%s' for %.0f s", self._phase, lasts_s)
+            logging.getLogger(PROGRESS_LOGGER).info(
+                "in phase '%s' for %.0f s", self._phase, lasts_s
+            )
 
     def _notice_stop(self, silent_s: float) -> float:
-        """Seconds since the stop request; 0 without one. Rank 0 logs the phase that delays the exit every 10 s."""
+        """Seconds since the stop request; 0 without one.
+
+        Rank 0 logs the phase that delays the exit every 10 s.
+        """
         now = time.monotonic()
         if not (reason := self._stop_reason()):
             return 0.0
         if self._stop_since is None:
-            self._stop_since, self._next_notice = now, now + _NOTICE_EVERY_S
+            self._stop_since = now
+            self._next_notice = now + _NOTICE_EVERY_S
         since_s = now - self._stop_since
         if not self._rank and now >= self._next_notice:
             self._next_notice = now + _NOTICE_EVERY_S
             state = f"still in phase '{self._phase}', no progress for {silent_s:.0f} s"
-            logger.warning("%s %.0f s ago: %s; %s", reason, since_s, state, describe_newest(self._run_dir))
+            logger.warning(
+                "%s %.0f s ago: %s; %s", reason, since_s, state, describe_newest(self._run_dir)
+            )
         return since_s
 
     def _write(self) -> None:
-        state = {"rank": self._rank, "phase": self._phase, "silent_s": round(time.monotonic() - self._since, 1)}
+        state = {
+            "rank": self._rank,
+            "phase": self._phase,
+            "silent_s": round(time.monotonic() - self._since, 1),
+        }
         with suppress(OSError):  # a full disk must not end this thread
             write_atomically(self._file, [json.dumps(state).encode()])
 
@@ -124,9 +149,13 @@ class Watchdog:
             with stack.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         time.sleep(_GRACE_S)
-        sys.stderr.write(f"rank {self._rank}: {what} in phase '{self._phase}' ({limit}); stack in {stack}\n")
+        sys.stderr.write(
+            f"rank {self._rank}: {what} in phase '{self._phase}' ({limit}); stack in {stack}\n"
+        )
         if self._rank == 0:
-            sys.stderr.writelines(f"  {self._describe(other)}\n" for other in range(self._world_size))
+            sys.stderr.writelines(
+                f"  {self._describe(other)}\n" for other in range(self._world_size)
+            )
             write_exit_code(self._run_dir, ExitCode.HANG)
         sys.stderr.flush()
         os._exit(int(ExitCode.HANG))
@@ -135,7 +164,8 @@ class Watchdog:
         file = self._run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
         try:
             state = read_object(file)
-            phase, silent_s = state["phase"], float(state["silent_s"])
+            phase = state["phase"]
+            silent_s = float(state["silent_s"])
             age_s = time.time() - file.stat().st_mtime
         except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             return f"rank {rank}: no heartbeat ({error})"

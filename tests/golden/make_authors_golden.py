@@ -1,10 +1,12 @@
-"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE and REINFORCE++ in their authors' code.
+"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE and REINFORCE++
+in their authors' code.
 
-Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS, named as there:
+Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS,
+named as there:
     python tests/golden/make_authors_golden.py DIR
 
-Modules that these files import for other functions are empty. Float64, except for OpenRLHF's mean and
-variance, and the targets of REAL's BCE variant.
+Modules that these files import for other functions are empty. Float64, except for OpenRLHF's mean
+and variance, and the targets of REAL's BCE variant.
 """
 
 import argparse
@@ -27,19 +29,38 @@ COMMITS = {
     "RLVR-Decomposed": "a5d4e7c1df6016ebd7396bd6db83d885120adb6d",  # TianHongZXY/RLVR-Decomposed
     "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
 }
-EMPTY = ("ray", "deepspeed", "tensordict", "vllm", "openrlhf.trainer.ray", "openrlhf.utils", "verl.protocol")
-LENS, GROUPS = [3, 5, 1, 4, 2, 5, 2, 3, 4], [0, 0, 0, 1, 1, 1, 2, 2, 2]
+EMPTY = (
+    "ray",
+    "deepspeed",
+    "tensordict",
+    "vllm",
+    "openrlhf.trainer.ray",
+    "openrlhf.utils",
+    "verl.protocol",
+)
+LENS = [3, 5, 1, 4, 2, 5, 2, 3, 4]
+GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2]
 LABELS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]  # the last group has one class
-CLIP, TAU, POSITIVE_WEIGHT = 0.2, 0.5, 0.1
+CLIP = 0.2
+TAU = 0.5
+POSITIVE_WEIGHT = 0.1
 MASK = (torch.arange(max(LENS))[None] < torch.tensor(LENS)[:, None]).double()
-SCORES = MASK * (torch.arange(max(LENS))[None] == torch.tensor(LENS)[:, None] - 1) * torch.tensor(LABELS)[:, None]
+SCORES = (
+    MASK
+    * (torch.arange(max(LENS))[None] == torch.tensor(LENS)[:, None] - 1)
+    * torch.tensor(LABELS)[:, None]
+)
 
 
 class Empty:
     """Finds the modules of EMPTY, and those below them, as mocks."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if any(f"{name}.".startswith(f"{one}.") for one in EMPTY) else None  # type: ignore[arg-type]
+        return (
+            ModuleSpec(name, self)
+            if any(f"{name}.".startswith(f"{one}.") for one in EMPTY)
+            else None
+        )  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> Any:
         return MagicMock(__path__=[], __spec__=spec)
@@ -50,10 +71,14 @@ class Empty:
 
 @contextmanager
 def package(folder: Path) -> Iterator[None]:
-    """Imports from this folder only; the packages' own `__init__` files, which import everything, do not run."""
+    """Imports from this folder only; the packages' own `__init__` files, which import everything,
+    do not run.
+    """
     known = set(sys.modules)
     sys.path.insert(0, str(folder))
-    for path in (path for top in folder.iterdir() for path in [top, *top.rglob("*/")] if path.is_dir()):
+    for path in (
+        path for top in folder.iterdir() for path in [top, *top.rglob("*/")] if path.is_dir()
+    ):
         name = ".".join(path.relative_to(folder).parts)
         if not any(f"{name}.".startswith(f"{one}.") for one in EMPTY):
             sys.modules[name] = ModuleType(name)
@@ -76,7 +101,14 @@ def real(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
         for name in ("real", "bce"):
             logps = tokens["logps"].clone().requires_grad_(True)
             loss, *_ = getattr(algos, f"compute_policy_loss_{name}")(
-                tokens["old"], logps, None, MASK, torch.tensor(GROUPS), torch.tensor(LABELS), 1e-4, TAU
+                tokens["old"],
+                logps,
+                None,
+                MASK,
+                torch.tensor(GROUPS),
+                torch.tensor(LABELS),
+                1e-4,
+                TAU,
             )
             loss.backward()
             found["real" if name == "real" else "real_bce"] = {
@@ -92,14 +124,21 @@ def w_reinforce(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]
     with package(folder):
         algos = importlib.import_module("verl.trainer.ppo.core_algos")
         found = {}
-        for name, advantage in (("psr", "positive"), ("nsr", "negative"), ("w_reinforce", "weighted")):
+        for name, advantage in (
+            ("psr", "positive"),
+            ("nsr", "negative"),
+            ("w_reinforce", "weighted"),
+        ):
             kept = rows.get(advantage, torch.ones(len(LABELS), dtype=torch.bool))
-            scores, mask = SCORES[kept], MASK[kept]
+            scores = SCORES[kept]
+            mask = MASK[kept]
             advantages, _ = algos.compute_psr_nsr_outcome_advantage(
                 scores, scores, mask, 1.0, advantage, POSITIVE_WEIGHT
             )
             logps = tokens["logps"].clone().requires_grad_(True)
-            loss, *_ = algos.compute_policy_loss(tokens["old"][kept], logps[kept], advantages, mask, CLIP, scores)
+            loss, *_ = algos.compute_policy_loss(
+                tokens["old"][kept], logps[kept], advantages, mask, CLIP, scores
+            )
             loss.backward()
             found[name] = {"loss": float(loss.detach()), "gradient": flat(logps.grad)}
     return found
@@ -107,24 +146,35 @@ def w_reinforce(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]
 
 def reinforce_pp(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
     with package(folder):
-        maker = importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
+        maker = importlib.import_module(
+            "openrlhf.trainer.ppo_utils.experience_maker"
+        ).RemoteExperienceMaker
         policy_loss = importlib.import_module("openrlhf.models.loss").PolicyLoss(CLIP, CLIP)
         found = {}
-        for name, estimator in (("reinforce_pp", "reinforce"), ("reinforce_pp-group", "reinforce_baseline")):
+        for name, estimator in (
+            ("reinforce_pp", "reinforce"),
+            ("reinforce_pp-group", "reinforce_baseline"),
+        ):
             own = SimpleNamespace(estimator=estimator, gamma=1.0, no_std_norm=False)
             args = SimpleNamespace(
                 algo=SimpleNamespace(advantage=own),
                 rollout=SimpleNamespace(n_samples_per_prompt=3),
-                reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+                reward=SimpleNamespace(
+                    clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None
+                ),
             )
             batch = SimpleNamespace(
                 index=list(range(len(LENS))), rewards=torch.tensor(LABELS).double(), kl=torch.zeros_like(MASK),
                 action_mask=MASK, info={}, values=None,
             )  # fmt: skip
             self = SimpleNamespace(
-                strategy=SimpleNamespace(args=args), kl_ctl=SimpleNamespace(value=0.0), advantage_estimator=estimator
+                strategy=SimpleNamespace(args=args),
+                kl_ctl=SimpleNamespace(value=0.0),
+                advantage_estimator=estimator,
             )
-            self.get_cumulative_returns = lambda *given, own=self: maker.get_cumulative_returns(own, *given)
+            self.get_cumulative_returns = lambda *given, own=self: maker.get_cumulative_returns(
+                own, *given
+            )
             maker.compute_advantages_and_returns(self, [batch])
             logps = tokens["logps"].clone().requires_grad_(True)
             loss, *_ = policy_loss(logps, tokens["old"], batch.advantages, MASK)

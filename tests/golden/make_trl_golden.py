@@ -1,10 +1,11 @@
-"""Writes trl_golden.json: losses and gradients of TRL's GRPOTrainer and RLOOTrainer on fixed tensors, in float64.
+"""Writes trl_golden.json: losses and gradients of TRL's GRPOTrainer and RLOOTrainer on fixed
+tensors, in float64.
 
 Not a test, and TRL is in no environment of the project. In an environment of its own:
     pip install trl==1.16.0 && python tests/golden/make_trl_golden.py
 
-The trainers' own `_compute_loss` runs on a stand-in for `self` with the attributes that it reads; log-probs and entropies
-are inputs. One micro-batch, no gradient accumulation.
+The trainers' own `_compute_loss` runs on a stand-in for `self` with the attributes that it reads;
+log-probs and entropies are inputs. One micro-batch, no gradient accumulation.
 """
 
 from __future__ import annotations
@@ -26,15 +27,36 @@ ADVANTAGES = [1.25, -0.75, 0.5, -1.0, 0.0, 2.0]
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.1},
     "grpo-kl": {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.1, "beta": 0.3},
-    "grpo-token-mean-entropy": {"loss_type": "bnpo", "epsilon": 0.1, "epsilon_high": 0.1, "entropy_coef": 0.2},
+    "grpo-token-mean-entropy": {
+        "loss_type": "bnpo",
+        "epsilon": 0.1,
+        "epsilon_high": 0.1,
+        "entropy_coef": 0.2,
+    },
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
     "dr_grpo": {"loss_type": "dr_grpo", "epsilon": 0.1, "epsilon_high": 0.1},
     "cispo": {"loss_type": "cispo", "epsilon": 0.2, "epsilon_high": 1.1},
     "gspo": {"loss_type": "grpo", "epsilon": 0.03, "epsilon_high": 0.04, "level": "sequence"},
     "luspo": {"loss_type": "luspo", "epsilon": 0.03, "epsilon_high": 0.04, "level": "sequence"},
-    "luspo-kl": {"loss_type": "luspo", "epsilon": 0.03, "epsilon_high": 0.04, "level": "sequence", "beta": 0.2},
-    "dapo-truncate-token": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "correction": "token_truncate"},
-    "dapo-mask-sequence": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "correction": "sequence_mask"},
+    "luspo-kl": {
+        "loss_type": "luspo",
+        "epsilon": 0.03,
+        "epsilon_high": 0.04,
+        "level": "sequence",
+        "beta": 0.2,
+    },
+    "dapo-truncate-token": {
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "correction": "token_truncate",
+    },
+    "dapo-mask-sequence": {
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "correction": "sequence_mask",
+    },
     "gspo-truncate-sequence": {
         "loss_type": "grpo",
         "epsilon": 0.03,
@@ -44,7 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rloo": {"trainer": "rloo", "epsilon": 0.2, "epsilon_high": 0.2},
 }
-CAP, FLOOR = 1.3, 0.7
+CAP = 1.3
+FLOOR = 0.7
 OVERLONG = {"length": 20, "buffer": 8, "lens": [1, 11, 12, 13, 15, 17, 19, 20, 21, 40]}
 """DAPO's punishment of long responses"""
 
@@ -65,7 +88,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def importance(mode: str, log_ratio: torch.Tensor) -> torch.Tensor:
-    """As in `_generate_and_score_completions` of TRL, which needs a model: the masked ratio, bounded or masked."""
+    """As in `_generate_and_score_completions` of TRL, which needs a model: the masked ratio,
+    bounded or masked.
+    """
     ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
     if mode.endswith("truncate"):
         return ratio.clamp(max=CAP)
@@ -73,8 +98,10 @@ def importance(mode: str, log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    data, mask = tensors(), torch.tensor([[column < n for column in range(max(LENS))] for n in LENS]).double()
-    logps, entropies = data["logps"].clone().requires_grad_(True), data["entropies"].clone().requires_grad_(True)
+    data = tensors()
+    mask = torch.tensor([[column < n for column in range(max(LENS))] for n in LENS]).double()
+    logps = data["logps"].clone().requires_grad_(True)
+    entropies = data["entropies"].clone().requires_grad_(True)
     identity = SimpleNamespace(
         gather=lambda x: x,
         reduce=lambda x, **_: x,

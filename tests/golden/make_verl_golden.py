@@ -1,10 +1,13 @@
-"""Writes verl_golden.json: GAE, whitening, value loss, policy loss and group advantages of verl 0.5.0 on fixed tensors.
+"""Writes verl_golden.json:
+
+GAE, whitening, value loss, policy loss and group advantages of verl 0.5.0 on fixed tensors.
 
 Not a test, and verl is in no environment of the project. Beside an environment with torch:
-    pip install --no-deps --target DIR verl==0.5.0 && PYTHONPATH=DIR python tests/golden/make_verl_golden.py
+    pip install --no-deps --target DIR verl==0.5.0 && PYTHONPATH=DIR python
+    tests/golden/make_verl_golden.py
 
-Two files of verl are loaded, `core_algos.py` and `torch_functional.py`. Modules that they import for other functions, and the
-package's own `__init__`, which imports Ray, are empty here.
+Two files of verl are loaded, `core_algos.py` and `torch_functional.py`. Modules that they import
+for other functions, and the package's own `__init__`, which imports Ray, are empty here.
 """
 
 from __future__ import annotations
@@ -20,13 +23,22 @@ from unittest.mock import MagicMock
 
 import torch
 
-LENS, GROUPS = [3, 5, 1, 4, 2, 5], [0, 0, 0, 1, 1, 1]
-GAMMA, LAM, VALUE_CLIP, CLIP_LOW, CLIP_HIGH = 0.97, 0.9, 0.2, 0.1, 0.15
+LENS = [3, 5, 1, 4, 2, 5]
+GROUPS = [0, 0, 0, 1, 1, 1]
+GAMMA = 0.97
+LAM = 0.9
+VALUE_CLIP = 0.2
+CLIP_LOW = 0.1
+CLIP_HIGH = 0.15
 
 
 def load(name: str) -> Any:
     """One file of verl, without the package's `__init__`."""
-    path = next(p for p in (Path(folder, *name.split(".")).with_suffix(".py") for folder in sys.path) if p.is_file())
+    path = next(
+        p
+        for p in (Path(folder, *name.split(".")).with_suffix(".py") for folder in sys.path)
+        if p.is_file()
+    )
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -62,9 +74,13 @@ def main() -> None:
         found: list[float] = values[mask.bool()].tolist()
         return found
 
-    advantages, returns = algos.compute_gae_advantage_return(t["rewards"] * mask, t["values"] * mask, mask, GAMMA, LAM)
+    advantages, returns = algos.compute_gae_advantage_return(
+        t["rewards"] * mask, t["values"] * mask, mask, GAMMA, LAM
+    )
     new_values = t["new_values"].clone().requires_grad_(True)
-    value_loss, value_clipped = algos.compute_value_loss(new_values, returns, t["values"], mask, VALUE_CLIP)
+    value_loss, value_clipped = algos.compute_value_loss(
+        new_values, returns, t["values"], mask, VALUE_CLIP
+    )
     value_loss.backward()
     logps = t["logps"].clone().requires_grad_(True)
     policy_loss, clipped, *_ = algos.compute_policy_loss(
@@ -82,7 +98,13 @@ def main() -> None:
         "torch": version("torch"),
         "lens": LENS,
         "groups": GROUPS,
-        "options": {"gamma": GAMMA, "lam": LAM, "value_clip": VALUE_CLIP, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
+        "options": {
+            "gamma": GAMMA,
+            "lam": LAM,
+            "value_clip": VALUE_CLIP,
+            "clip_low": CLIP_LOW,
+            "clip_high": CLIP_HIGH,
+        },
         "tokens": {name: flat(values) for name, values in t.items()},
         "advantages": flat(advantages),
         "returns": flat(returns),

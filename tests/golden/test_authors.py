@@ -1,5 +1,7 @@
-"""REAL, PSR, NSR, W-REINFORCE and REINFORCE++ equal their authors' code on the same tensors (make_authors_golden.py made the
-file). OpenRLHF takes mean and variance in float32, REAL's BCE variant its targets."""
+"""REAL, PSR, NSR, W-REINFORCE and REINFORCE++ equal their authors' code on the same tensors
+(make_authors_golden.py made the file). OpenRLHF takes mean and variance in float32, REAL's BCE
+variant its targets.
+"""
 
 import json
 from pathlib import Path
@@ -31,9 +33,14 @@ def test_every_case_of_the_file_is_compared() -> None:
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_loss_and_gradient_of_the_authors(case: str) -> None:
-    expected, lens = GOLDEN["cases"][case], GOLDEN["lens"]
-    tokens = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["tokens"].items()}
-    objective = build_objective(TypeAdapter(ObjectiveOptions).validate_python(OPTIONS[case]), updates_per_step=2)
+    expected = GOLDEN["cases"][case]
+    lens = GOLDEN["lens"]
+    tokens = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["tokens"].items()
+    }
+    objective = build_objective(
+        TypeAdapter(ObjectiveOptions).validate_python(OPTIONS[case]), updates_per_step=2
+    )
     facts = make_facts(GOLDEN["groups"], GOLDEN["labels"], lens=lens)
     differences = (tokens["logps"] - tokens["old"]).split(lens)
     scores = torch.stack([piece.mean() for piece in differences])

@@ -1,4 +1,7 @@
-"""The authors' loss in float64: scores, weights, loss and gradients, matched to 1e-9. PACS_GOLDEN may name another file."""
+"""The authors' loss in float64: scores, weights, loss and gradients, matched to 1e-9.
+
+PACS_GOLDEN may name another file.
+"""
 
 import json
 import os
@@ -11,7 +14,12 @@ import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.policies.objective_reference import Batch, make_facts, objective_gradient, objective_scores
+from tests.support.policies.objective_reference import (
+    Batch,
+    make_facts,
+    objective_gradient,
+    objective_scores,
+)
 
 OWN_FILE = Path(__file__).parent / "pacs_golden.json"
 NUM_OWN_CASES = 35
@@ -32,12 +40,16 @@ def load_cases() -> list[Any]:
 
 
 def shuffled_batch(case: dict[str, Any], seed: int) -> tuple[Batch, np.ndarray]:
-    """The case with its samples in a random order; second: which sample of the case stands in each row."""
+    """The case with its samples in a random order; second: which sample of the case stands in each
+    row.
+    """
     n = case["groups"] * case["group_size"]
     order = np.random.default_rng(seed).permutation(n)
     lens = np.asarray(case["lengths"])[order]
     facts = make_facts(
-        (order // case["group_size"]).tolist(), np.asarray(case["labels"])[order].tolist(), lens=lens.tolist()
+        (order // case["group_size"]).tolist(),
+        np.asarray(case["labels"])[order].tolist(),
+        lens=lens.tolist(),
     )
     sample_of_token = torch.from_numpy(np.repeat(np.arange(n), lens))
     flat = {
@@ -85,7 +97,9 @@ def test_authors_figures(case: dict[str, Any]) -> None:
         (prepared.per_sample["score"], "score"),
         (prepared.per_sample["weight"], "weight"),
     ):
-        np.testing.assert_allclose(got.numpy(), np.asarray(expected[key])[order], rtol=RTOL, atol=ATOL, err_msg=key)
+        np.testing.assert_allclose(
+            got.numpy(), np.asarray(expected[key])[order], rtol=RTOL, atol=ATOL, err_msg=key
+        )
     assert prepared.loss == pytest.approx(expected["loss"], rel=RTOL)
     wanted = np.concatenate([expected["grad_log_probs"][row] for row in order])
     np.testing.assert_allclose(gradient.numpy(), wanted, rtol=RTOL, atol=ATOL)

@@ -1,5 +1,6 @@
-"""GAE, whitening, losses and group advantages of verl 0.5.0 on the same tensors (tests/golden/make_verl_golden.py made the
-file). verl divides by a count plus 1e-8."""
+"""GAE, whitening, losses and group advantages of verl 0.5.0 on the same tensors
+(tests/golden/make_verl_golden.py made the file). verl divides by a count plus 1e-8.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +18,9 @@ from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
 from tests.support.policies.objective_reference import make_facts, make_record
 
 GOLDEN = json.loads(Path(__file__).with_name("verl_golden.json").read_text(encoding="utf-8"))
-TOKENS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["tokens"].items()}
+TOKENS = {
+    name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["tokens"].items()
+}
 LENS = GOLDEN["lens"]
 FACTS = make_facts(GOLDEN["groups"], [1.0, 0.0] * 3, lens=LENS)
 
@@ -27,7 +30,9 @@ def rows(name: str) -> dict[int, np.ndarray]:
 
 
 def record(logprobs: torch.Tensor, **estimates: Any) -> TokenRecord:
-    tokens = {name: torch.as_tensor(values, dtype=torch.float64) for name, values in estimates.items()}
+    tokens = {
+        name: torch.as_tensor(values, dtype=torch.float64) for name, values in estimates.items()
+    }
     return make_record(logprobs, LENS, step_start_logprobs=TOKENS["old"], estimates=tokens)
 
 
@@ -36,7 +41,9 @@ def test_advantages_are_whitened_and_returns_are_not(monkeypatch: pytest.MonkeyP
     from pacs_megatron.policy import critic
 
     monkeypatch.setattr(critic, "_float32", dict)
-    objective = Ppo(PpoOptions(name="ppo", kl_coef=1.0, kl_in="reward", kl_estimator="k1", **GOLDEN["options"]))
+    objective = Ppo(
+        PpoOptions(name="ppo", kl_coef=1.0, kl_in="reward", kl_estimator="k1", **GOLDEN["options"])
+    )
     zeros = {row: np.zeros(length) for row, length in enumerate(LENS)}
     minibatch = MiniBatch(
         facts=FACTS.select(np.arange(len(LENS))),
@@ -47,18 +54,31 @@ def test_advantages_are_whitened_and_returns_are_not(monkeypatch: pytest.MonkeyP
         estimates={"value": rows("values")},
     )
     minibatch.facts.rewards[:] = 0.0
-    alone = SimpleNamespace(_by_sample=lambda _facts, _parts, own: np.array([own[0][row] for row in range(len(LENS))]))
-    facts, [found] = critic.Critic.with_estimates(cast("Any", alone), minibatch.facts, [minibatch], objective)
+    alone = SimpleNamespace(
+        _by_sample=lambda _facts, _parts, own: np.array([own[0][row] for row in range(len(LENS))])
+    )
+    facts, [found] = critic.Critic.with_estimates(
+        cast("Any", alone), minibatch.facts, [minibatch], objective
+    )
     for name, expected in (("advantage", GOLDEN["advantages"]), ("return", GOLDEN["returns"])):
-        np.testing.assert_allclose(np.concatenate(list(found.estimates[name].values())), expected, rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(
+            np.concatenate(list(found.estimates[name].values())), expected, rtol=1e-7, atol=1e-9
+        )
     pieces = torch.tensor(GOLDEN["advantages"]).split(LENS)
-    np.testing.assert_allclose(facts.advantage_abs, [float(piece.abs().mean()) for piece in pieces], rtol=1e-5)
+    np.testing.assert_allclose(
+        facts.advantage_abs, [float(piece.abs().mean()) for piece in pieces], rtol=1e-5
+    )
 
 
 def test_losses_and_gradients() -> None:
     objective = Ppo(PpoOptions(name="ppo", **GOLDEN["options"]))
     for name, tokens, own, estimates in (
-        ("value", TOKENS["new_values"], objective.critic, {"value": TOKENS["values"], "return": GOLDEN["returns"]}),
+        (
+            "value",
+            TOKENS["new_values"],
+            objective.critic,
+            {"value": TOKENS["values"], "return": GOLDEN["returns"]},
+        ),
         ("policy", TOKENS["logps"], objective, {"advantage": GOLDEN["advantages"]}),
     ):
         leaf = tokens.clone().requires_grad_(True)
@@ -68,8 +88,13 @@ def test_losses_and_gradients() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         assert float(loss.detach()) == pytest.approx(GOLDEN[f"{name}_loss"], rel=1e-7)
         np.testing.assert_allclose(leaf.grad, GOLDEN[f"{name}_gradient"], rtol=1e-7, atol=1e-12)
-        clipped = own.token_metrics(one, prepared)["critic/clip_frac" if name == "value" else "ppo/clip_frac"]
-        assert float(clipped.sum()) == pytest.approx(GOLDEN[f"{name}_clip_frac"], rel=1e-6) and clipped.sum() > 0
+        clipped = own.token_metrics(one, prepared)[
+            "critic/clip_frac" if name == "value" else "ppo/clip_frac"
+        ]
+        assert (
+            float(clipped.sum()) == pytest.approx(GOLDEN[f"{name}_clip_frac"], rel=1e-6)
+            and clipped.sum() > 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +106,13 @@ def test_losses_and_gradients() -> None:
     ],
 )
 def test_group_advantages(options: dict[str, Any], name: str) -> None:
-    objective = build_objective(TypeAdapter(ObjectiveOptions).validate_python(options), updates_per_step=1)
+    objective = build_objective(
+        TypeAdapter(ObjectiveOptions).validate_python(options), updates_per_step=1
+    )
     rewards = [float(piece.sum()) for piece in TOKENS["rewards"].split(LENS)]
-    found = objective.prepare_step(make_facts(GOLDEN["groups"], [1.0, 0.0] * 3, lens=LENS, rewards=rewards))
-    np.testing.assert_allclose([found[key] for key in FACTS.ids], GOLDEN["group_advantages"][name], rtol=1e-6)
+    found = objective.prepare_step(
+        make_facts(GOLDEN["groups"], [1.0, 0.0] * 3, lens=LENS, rewards=rewards)
+    )
+    np.testing.assert_allclose(
+        [found[key] for key in FACTS.ids], GOLDEN["group_advantages"][name], rtol=1e-6
+    )

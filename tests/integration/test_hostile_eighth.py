@@ -29,7 +29,8 @@ CASES = Cases()
 case = CASES.add
 SGLANG = "rollout={{engine: sglang, sampling: {{max_response_tokens: 12}}"
 
-# ------------------------------------------------------------------------------------------------------ one wrong value
+# ------------------------------------------------------------------------------------------------------
+# one wrong value
 for _override in (
     "parallel.tp=2.0",
     "parallel.tp=true",
@@ -99,7 +100,8 @@ for _name, _override in (
 ):
     case(f"rollout: {_name}", *SHOW, _override)
 
-# -------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------
+# command line
 for _name, _words in (
     ("an argument file", ("@{w}/tiny.yaml",)),
     ("a verb with an escape", ("tr\x1b[31main", "{r}")),
@@ -111,7 +113,10 @@ for _name, _words in (
     ("an override first", ("train", "run.steps=1", "{r}")),
     ("an override with a colon", ("config", "show", "{r}", "run.steps: 1")),
     ("an override with two signs", ("config", "show", "{r}", "run.steps==1")),
-    ("an override of a parent and a child", ("config", "show", "{r}", "optimizer={{lr: 1e-3}}", "optimizer.lr.x=1")),
+    (
+        "an override of a parent and a child",
+        ("config", "show", "{r}", "optimizer={{lr: 1e-3}}", "optimizer.lr.x=1"),
+    ),
     ("lines of logs", ("logs", "{w}/runs/a", "--lines", "-5")),
     ("an attempt of a word", ("logs", "{w}/runs/a", "--attempt", "last")),
     ("a plan of nothing", ("plan", "{w}/nothing.yaml")),
@@ -127,7 +132,8 @@ for _name, _words in (
 ):
     case(f"words: {_name}", *_words, arrange=TWO)
 
-# --------------------------------------------------------------------------------------------------------------- model
+# ---------------------------------------------------------------------------------------------------------------
+# model
 for _name, _changes in {
     "no heads": {"num_attention_heads": 0},
     "half a head": {"num_attention_heads": 1.5},
@@ -146,7 +152,11 @@ for _name, _changes in {
     "a scaling of no kind": {"rope_scaling": {"rope_type": "magic", "factor": 2.0}},
     "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
 }.items():
-    case(f"model: {_name}", *TO_MEGATRON, arrange=lambda w, c=_changes: w.model_json("config.json", **c))  # type: ignore[misc]
+    case(
+        f"model: {_name}",
+        *TO_MEGATRON,
+        arrange=lambda w, c=_changes: w.model_json("config.json", **c),
+    )  # type: ignore[misc]
 
 
 def weights(change: object) -> Arrange:
@@ -165,14 +175,23 @@ for _name, _change in {
 }.items():
     case(f"weights: {_name}", *TO_MEGATRON, arrange=weights(_change))
 case("weights: empty", *TO_MEGATRON, arrange=text("model/model.safetensors", ""))
-case("weights: a header of 8 EiB", *TO_MEGATRON, arrange=text("model/model.safetensors", struct.pack("<Q", 2**63 - 1)))
+case(
+    "weights: a header of 8 EiB",
+    *TO_MEGATRON,
+    arrange=text("model/model.safetensors", struct.pack("<Q", 2**63 - 1)),
+)
 case("weights: a folder", *TO_MEGATRON, arrange=together(lambda w: (w.model / "model.safetensors").unlink(), folder("model/model.safetensors")))  # fmt: skip
 case("weights: pickled", *TO_MEGATRON, arrange=together(lambda w: (w.model / "model.safetensors").unlink(), text("model/pytorch_model.bin", b"\x80\x04N.")))  # fmt: skip
 case("checkpoint: a flipped byte", *TO_HF, arrange=lambda w: w.flip("dist/*.distcp"))
-case("checkpoint: another model's", *VERIFY, arrange=lambda w: w.model_json("config.json", rms_norm_eps=0.5))
+case(
+    "checkpoint: another model's",
+    *VERIFY,
+    arrange=lambda w: w.model_json("config.json", rms_norm_eps=0.5),
+)
 case("checkpoint: no manifest", *TO_HF, arrange=lambda w: (w.checkpoint / "manifest.json").unlink())
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------
+# data
 for _name, _content in {
     "no lines": "",
     "only line ends": "\n\n\n",
@@ -195,7 +214,8 @@ for _name, _content in {
 case("data: a folder", *PREVIEW, arrange=lambda w: ((w.folder / "train.jsonl").unlink(), (w.folder / "train.jsonl").mkdir()))  # fmt: skip
 case("data: without permission to a link", *PREVIEW, arrange=lambda w: ((w.folder / "train.jsonl").unlink(), (w.folder / "train.jsonl").symlink_to("train.jsonl")))  # fmt: skip
 
-# -------------------------------------------------------------------------------------------------------------- submit
+# --------------------------------------------------------------------------------------------------------------
+# submit
 for _override in (
     "resources.time_limit=1:2:3:4",
     "resources.time_limit=-1:00",

@@ -1,4 +1,5 @@
-"""A fifth set of hostile and careless users: kinds of files, numbers at their edges, names, outputs over inputs.
+"""A fifth set of hostile and careless users: kinds of files, numbers at their edges, names, outputs
+over inputs.
 
 Written before the code was changed for it; `test_hostile_life.py` has the processes of this set.
 """
@@ -78,14 +79,27 @@ KINDS: dict[str, Callable[[str], Arrange]] = {
     "a dangling link": lambda name: link(name, "nowhere"),
 }
 
-# ---------------------------------------------------------------------------------------------- each file, of each kind
+# ----------------------------------------------------------------------------------------------
+# each file, of each kind
 for _file, _words, _kinds in (
     ("runs/b/metrics.jsonl", COMPARE, ("a pipe", "a link to itself")),
     ("runs/b/eval/results.json", COMPARE, ("a pipe", "a folder", "a link to itself")),
     ("runs/b/config.yaml", COMPARE, ("a pipe", "a folder", "a link to itself")),
-    ("runs/b/eval/samples-1.jsonl", DIVERSITY, ("a pipe", "a folder", "a dangling link", "a link to zeros")),
-    ("model/config.json", TO_MEGATRON, ("a pipe", "a folder", "a link to zeros", "a dangling link")),
-    ("model/tokenizer.json", TO_MEGATRON, ("a pipe", "a folder", "a link to zeros", "a dangling link")),
+    (
+        "runs/b/eval/samples-1.jsonl",
+        DIVERSITY,
+        ("a pipe", "a folder", "a dangling link", "a link to zeros"),
+    ),
+    (
+        "model/config.json",
+        TO_MEGATRON,
+        ("a pipe", "a folder", "a link to zeros", "a dangling link"),
+    ),
+    (
+        "model/tokenizer.json",
+        TO_MEGATRON,
+        ("a pipe", "a folder", "a link to zeros", "a dangling link"),
+    ),
     ("model/chat_template.jinja", TO_MEGATRON, ("a pipe", "a link to zeros")),
     ("model/generation_config.json", TO_MEGATRON, ("a pipe", "a folder", "a link to zeros")),
     ("model/model.safetensors", TO_MEGATRON, ("a link to zeros", "a dangling link")),
@@ -104,9 +118,12 @@ for _file, _words, _kinds in (
     ("cluster.yaml", (*SUBMIT, "{w}/cluster.yaml"), ("a pipe", "a folder", "a link to itself")),
 ):
     for _kind in _kinds:
-        case(f"{_words[0]}: {_file} is {_kind}", *_words, arrange=together(TWO, KINDS[_kind](_file)))
+        case(
+            f"{_words[0]}: {_file} is {_kind}", *_words, arrange=together(TWO, KINDS[_kind](_file))
+        )
 
-# ----------------------------------------------------------------------------------------- encodings and half-written files
+# -----------------------------------------------------------------------------------------
+# encodings and half-written files
 for _file, _words in (
     ("runs/b/metrics.jsonl", COMPARE),
     ("runs/b/config.yaml", COMPARE),
@@ -128,7 +145,11 @@ for _file, _words in (
     ("model/generation_config.json", TO_MEGATRON),
     ("tiny.yaml", SHOW),
 ):
-    case(f"{_words[0]}: {_file} is compressed", *_words, arrange=together(TWO, encoded(_file, gzip.compress)))
+    case(
+        f"{_words[0]}: {_file} is compressed",
+        *_words,
+        arrange=together(TWO, encoded(_file, gzip.compress)),
+    )
 for _file, _words in (
     ("runs/b/eval/results.json", COMPARE),
     ("model/tokenizer.json", PREVIEW),
@@ -140,7 +161,8 @@ for _file, _words in (
 ):
     case(f"{_words[0]}: half of {_file}", *_words, arrange=together(TWO, encoded(_file, half)))
 
-# ------------------------------------------------------------------------------------------------------- results of runs
+# -------------------------------------------------------------------------------------------------------
+# results of runs
 for _name, _row in {
     "a step of text": '{"step": "1", "reward/mean": 0.5}',
     "a negative step": '{"step": -1, "reward/mean": 0.5}',
@@ -153,14 +175,22 @@ for _name, _row in {
     "a reward of 1e400": '{"step": 1, "reward/mean": 1e400}',
     "a step of 1.5": '{"step": 1.5, "reward/mean": 0.5}',
 }.items():
-    case(f"compare: {_name}", *COMPARE, arrange=together(TWO, text("runs/b/metrics.jsonl", _row + "\n")))
+    case(
+        f"compare: {_name}",
+        *COMPARE,
+        arrange=together(TWO, text("runs/b/metrics.jsonl", _row + "\n")),
+    )
 for _name, _results in {
     "a result is true": {"samples": "samples-1.jsonl", "metrics": {"eval/x/pass@1": True}},
     "a result is below 0": {"samples": "samples-1.jsonl", "metrics": {"eval/x/pass@1": -0.0001}},
     "a result is nothing": {"samples": "samples-1.jsonl", "metrics": {"eval/x/pass@1": None}},
     "metrics are missing": {"samples": "samples-1.jsonl"},
 }.items():
-    case(f"compare: {_name}", *COMPARE, arrange=together(TWO, text("runs/b/eval/results.json", json.dumps(_results))))
+    case(
+        f"compare: {_name}",
+        *COMPARE,
+        arrange=together(TWO, text("runs/b/eval/results.json", json.dumps(_results))),
+    )
 for _name, _samples in {
     "samples with an absolute path": "/etc/passwd",
     "samples are the folder": ".",
@@ -177,20 +207,69 @@ for _name, _change in {
     "a prompt of nothing": {"prompt_id": None},
     "an id of numbers": {"id": 7},
 }.items():
-    _lines = [{"digest": "1", "judged_by": {}}, SAMPLE | _change, SAMPLE | _change | {"id": "1:x/0#1"}]
+    _lines = [
+        {"digest": "1", "judged_by": {}},
+        SAMPLE | _change,
+        SAMPLE | _change | {"id": "1:x/0#1"},
+    ]
     if _name == "an id of numbers":
         _lines = [_lines[0], *(line | {"id": 7} for line in _lines[1:])]
     case(f"diversity: {_name}", *DIVERSITY, arrange=together(TWO, text("runs/b/eval/samples-1.jsonl", "".join(json.dumps(line) + "\n" for line in _lines))))  # fmt: skip
 case("diversity: one response twice", *DIVERSITY, arrange=together(TWO, text("runs/b/eval/samples-1.jsonl", "".join(json.dumps(line) + "\n" for line in [{"digest": "1", "judged_by": {}}, SAMPLE, SAMPLE]))))  # fmt: skip
-case("diversity: an embedder of no name", *DIVERSITY[:3], "--embedder", "", "--out", "{w}/o", arrange=TWO)
+case(
+    "diversity: an embedder of no name",
+    *DIVERSITY[:3],
+    "--embedder",
+    "",
+    "--out",
+    "{w}/o",
+    arrange=TWO,
+)
 case("diversity: no page", *DIVERSITY[:5], "--out", "", arrange=TWO)
-case("diversity: page over the samples", *DIVERSITY[:5], "--out", "{w}/runs/a/eval/samples-1.jsonl", arrange=TWO)
-case("diversity: page over results", *DIVERSITY[:5], "--out", "{w}/runs/a/eval/results.json", arrange=TWO)
-case("diversity: page and vectors in one file", *DIVERSITY[:5], "--out", "{w}/x", "--save", "{w}/x", arrange=TWO)
-case("diversity: one run twice", "diversity", RUNS[0], RUNS[0], "--embedder", "hashed", "--out", "{w}/o", arrange=TWO)
+case(
+    "diversity: page over the samples",
+    *DIVERSITY[:5],
+    "--out",
+    "{w}/runs/a/eval/samples-1.jsonl",
+    arrange=TWO,
+)
+case(
+    "diversity: page over results",
+    *DIVERSITY[:5],
+    "--out",
+    "{w}/runs/a/eval/results.json",
+    arrange=TWO,
+)
+case(
+    "diversity: page and vectors in one file",
+    *DIVERSITY[:5],
+    "--out",
+    "{w}/x",
+    "--save",
+    "{w}/x",
+    arrange=TWO,
+)
+case(
+    "diversity: one run twice",
+    "diversity",
+    RUNS[0],
+    RUNS[0],
+    "--embedder",
+    "hashed",
+    "--out",
+    "{w}/o",
+    arrange=TWO,
+)
 case("diversity: a benchmark of no name", *DIVERSITY, "--benchmark", "", arrange=TWO)
 case("compare: no page", "compare", *RUNS, "--out", "", arrange=TWO)
-case("compare: page over the metrics", "compare", *RUNS, "--out", "{w}/runs/a/metrics.jsonl", arrange=TWO)
+case(
+    "compare: page over the metrics",
+    "compare",
+    *RUNS,
+    "--out",
+    "{w}/runs/a/metrics.jsonl",
+    arrange=TWO,
+)
 case("compare: page over the report", "compare", *RUNS, "--out", "{w}/runs/a/report.html", arrange=together(TWO, text("runs/a/report.html", "<html>my run</html>")))  # fmt: skip
 case("compare: figures through a link into the run", *COMPARE, "--csv", "{w}/l", arrange=together(TWO, link("l", "runs/a/metrics.jsonl")))  # fmt: skip
 case("compare: figures over a data set", *COMPARE, "--csv", "{w}/train.jsonl", arrange=TWO)
@@ -198,14 +277,34 @@ case("compare: figures over a table", *COMPARE, "--csv", "{w}/mine.csv", arrange
 case("compare: figures over a paper", *COMPARE, "--latex", "{w}/paper.tex", arrange=together(TWO, text("paper.tex", "\\begin{document}\nyears\n\\end{document}\n")))  # fmt: skip
 case("compare: figures over other json", *COMPARE, "--json", "{w}/x.json", arrange=together(TWO, text("x.json", '{"runs": []}')))  # fmt: skip
 case(
-    "compare: page through a link to itself", "compare", *RUNS, "--out", "{w}/l", arrange=together(TWO, link("l", "l"))
+    "compare: page through a link to itself",
+    "compare",
+    *RUNS,
+    "--out",
+    "{w}/l",
+    arrange=together(TWO, link("l", "l")),
 )
-case("compare: page into a kernel's folder", "compare", *RUNS, "--out", "/sys/kernel/x.html", arrange=TWO)
-case("compare: page with a name of 300 letters", "compare", *RUNS, "--out", "{w}/" + "x" * 300, arrange=TWO)
+case(
+    "compare: page into a kernel's folder",
+    "compare",
+    *RUNS,
+    "--out",
+    "/sys/kernel/x.html",
+    arrange=TWO,
+)
+case(
+    "compare: page with a name of 300 letters",
+    "compare",
+    *RUNS,
+    "--out",
+    "{w}/" + "x" * 300,
+    arrange=TWO,
+)
 case("compare: an empty name", "compare", "", "--out", "{w}/o")
 case("compare: an empty folder", "compare", "{w}/e", "--out", "{w}/o", arrange=folder("e"))
 
-# ---------------------------------------------------------------------------------------------------------------- paper
+# ----------------------------------------------------------------------------------------------------------------
+# paper
 PAPER = ("paper", "table1", "--scale", "laptop", "--dry-run")
 for _words in (
     *(
@@ -228,7 +327,8 @@ for _words in (
 ):
     case(f"paper {' '.join(_words)}", *PAPER, *_words, arrange=link("l", "l"))
 
-# ------------------------------------------------------------------------------------------------------ plan and numbers
+# ------------------------------------------------------------------------------------------------------
+# plan and numbers
 for _words in (
     *(
         ("resources.nodes=true",),
@@ -252,7 +352,12 @@ for _name, _changes in {
     "an activation of a list": {"hidden_act": ["silu"]},
     "a head of -16": {"head_dim": -16},
 }.items():
-    case(f"plan: {_name}", "plan", "{r}", arrange=lambda w, c=_changes: w.model_json("config.json", **c))  # type: ignore[misc]
+    case(
+        f"plan: {_name}",
+        "plan",
+        "{r}",
+        arrange=lambda w, c=_changes: w.model_json("config.json", **c),
+    )  # type: ignore[misc]
 for _word in (
     *(
         "run.steps=9223372036854775808",
@@ -261,14 +366,24 @@ for _word in (
         "run.seed=1e400",
         "run.steps=.inf",
     ),
-    *("optimizer.lr=-0.0", "optimizer.lr=true", "optimizer.lr=1e400", "optimizer.lr=.inf", "checkpoint.every=true"),
+    *(
+        "optimizer.lr=-0.0",
+        "optimizer.lr=true",
+        "optimizer.lr=1e400",
+        "optimizer.lr=.inf",
+        "checkpoint.every=true",
+    ),
     *(
         "data.max_prompt_tokens=2147483648",
         "data.max_prompt_tokens=-0",
         "batch.tokens_per_microbatch=-1",
         "batch.epochs=0",
     ),
-    *("rollout.sampling.temperature=-0.5", "rollout.sampling.temperature=1e-400", "rollout.sampling.temperature=1e400"),
+    *(
+        "rollout.sampling.temperature=-0.5",
+        "rollout.sampling.temperature=1e-400",
+        "rollout.sampling.temperature=1e400",
+    ),
     *(
         "rollout.sampling.top_p=1.0001",
         "reward.timeout_s=-1",
@@ -298,8 +413,18 @@ for _word in (
         "resources.time_limit=1-99:00:00",
         "resources.time_limit=２:00:00",
     ),
-    *("rollout.sampling.stop=[1]", "rollout.sampling.stop={{a: b}}", "precision.dtype=true", "logging.tensorboard=1"),
-    *("optimizer.weight_decay=-1", "optimizer.adam_beta2=1.5", "optimizer.adam_eps=0", "optimizer.warmup_updates=1e9"),
+    *(
+        "rollout.sampling.stop=[1]",
+        "rollout.sampling.stop={{a: b}}",
+        "precision.dtype=true",
+        "logging.tensorboard=1",
+    ),
+    *(
+        "optimizer.weight_decay=-1",
+        "optimizer.adam_beta2=1.5",
+        "optimizer.adam_eps=0",
+        "optimizer.warmup_updates=1e9",
+    ),
 ):
     case(f"train {_word}"[:60], "train", "{r}", _word)
 for _words in (
@@ -314,7 +439,8 @@ for _words in (
 ):
     case(f"logs {' '.join(_words)}", "logs", "{w}/runs/a", *_words, arrange=TWO)
 
-# ------------------------------------------------------------------------------------------------------------ submission
+# ------------------------------------------------------------------------------------------------------------
+# submission
 CLUSTER = {"name": "c", "python": ["python"]}
 for _key, _value in (
     *(
@@ -332,9 +458,26 @@ for _key, _value in (
         ("modules", "cuda"),
         ("setup", "true"),
     ),
-    *(("env", {"A": None}), ("env", {"": "x"}), ("env", {"A": ["x"]}), ("scratch", "relative/x"), ("scratch", "/a\nb")),
-    *(("network_interface", ""), ("launcher", True), ("container", "x.sif"), ("container", {"runtime": "pyxis"})),
-    *(("srun_args", "--x"), ("srun_args", [1]), ("python", [""]), ("python", ["a\0b"]), ("reservation", "a b")),
+    *(
+        ("env", {"A": None}),
+        ("env", {"": "x"}),
+        ("env", {"A": ["x"]}),
+        ("scratch", "relative/x"),
+        ("scratch", "/a\nb"),
+    ),
+    *(
+        ("network_interface", ""),
+        ("launcher", True),
+        ("container", "x.sif"),
+        ("container", {"runtime": "pyxis"}),
+    ),
+    *(
+        ("srun_args", "--x"),
+        ("srun_args", [1]),
+        ("python", [""]),
+        ("python", ["a\0b"]),
+        ("reservation", "a b"),
+    ),
 ):
     case(f"cluster: {_key}={_value!r}", *SUBMIT, "{w}/c.yaml", arrange=text("c.yaml", yaml.safe_dump(CLUSTER | {_key: _value})))  # fmt: skip
 for _words in (

@@ -1,4 +1,5 @@
-"""Hostile and careless inputs through the real command line: one clear line, a non-zero exit, no traceback, no silence.
+"""Hostile and careless inputs through the real command line: one clear line, a non-zero exit, no
+traceback, no silence.
 
 `PACS_HOSTILE_LOG=FILE` records every case. A campaign test: each case is a process of its own.
 """
@@ -24,12 +25,20 @@ CASES: dict[str, Arrange] = {}
 
 
 def case(name: str, *command: str) -> Callable[[Callable[[World], Any]], Callable[[World], Any]]:
-    """Registers a case; the arrangement returns the command, or None for `command` with {m}odel, {c}heckpoint, {r}un."""
+    """Registers a case; the arrangement returns the command, or None for `command` with {m}odel,
+    {c}heckpoint, {r}un.
+    """
 
     def add(arrange: Callable[[World], Any]) -> Callable[[World], Any]:
         def complete(world: World) -> list[str | Path | bytes]:
             found = arrange(world)
-            places = {"m": world.model, "c": world.checkpoint, "r": world.run, "w": world.folder, "s": world.server}
+            places = {
+                "m": world.model,
+                "c": world.checkpoint,
+                "r": world.run,
+                "w": world.folder,
+                "s": world.server,
+            }
             return found if isinstance(found, list) else [word.format(**places) for word in command]
 
         CASES[name] = complete
@@ -42,7 +51,8 @@ def plain(name: str, *command: str) -> None:
     case(name, *command)(lambda world: None)
 
 
-# --------------------------------------------------------------------------------------------------------- command line
+# ---------------------------------------------------------------------------------------------------------
+# command line
 plain("no verb")
 plain("unknown verb", "trian", "{r}")
 plain("no configuration", "train")
@@ -60,7 +70,16 @@ plain("ranks as a word", "config", "explain", "{r}", "--ranks", "many")
 plain("negative rows", "data", "preview", "{r}", "--rows", "-1")
 plain("million seeds", "submit", "{r}", "--cluster", "local", "--dry-run", "--seeds", "1000000")
 plain("no seeds", "submit", "{r}", "--cluster", "local", "--dry-run", "--seeds", "0")
-plain("sweep without values", "submit", "{r}", "--cluster", "local", "--dry-run", "--sweep", "run.steps=")
+plain(
+    "sweep without values",
+    "submit",
+    "{r}",
+    "--cluster",
+    "local",
+    "--dry-run",
+    "--sweep",
+    "run.steps=",
+)
 plain("sweep of a huge product", "submit", "{r}", "--cluster", "local", "--dry-run", *(
     word for key in ("run.steps", "run.seed", "optimizer.lr", "data.max_prompt_tokens")
     for word in ("--sweep", f"{key}=" + ",".join(map(str, range(1, 60))))
@@ -80,14 +99,38 @@ plain("out exists", "convert", "to-megatron", "--hf", "{m}", "--out", "{c}")
 plain("out inside its source", "convert", "to-megatron", "--hf", "{m}", "--out", "{m}/out")
 plain(
     "layout that does not fit",
-    *["convert", "verify", "--hf", "{m}", "--checkpoint", "{c}", "--certificate", "{w}/x", "--logits", "--tp", "3"],
+    *[
+        "convert",
+        "verify",
+        "--hf",
+        "{m}",
+        "--checkpoint",
+        "{c}",
+        "--certificate",
+        "{w}/x",
+        "--logits",
+        "--tp",
+        "3",
+    ],
 )
 plain(
     "layout without its option",
-    *["convert", "verify", "--hf", "{m}", "--checkpoint", "{c}", "--certificate", "{w}/x", "--tp", "2"],
+    *[
+        "convert",
+        "verify",
+        "--hf",
+        "{m}",
+        "--checkpoint",
+        "{c}",
+        "--certificate",
+        "{w}/x",
+        "--tp",
+        "2",
+    ],
 )
 
-# -------------------------------------------------------------------------------------------------------- configuration
+# --------------------------------------------------------------------------------------------------------
+# configuration
 CONFIGS: dict[str, str | bytes] = {
     "empty": "",
     "a list": "- 1\n",
@@ -103,24 +146,55 @@ CONFIGS: dict[str, str | bytes] = {
     "includes a number": "include: 7\n",
 }
 for _name, _content in CONFIGS.items():
-    case(f"file: {_name}", "train", "{r}")(lambda w, content=_content: w.text("tiny.yaml", content) and None)  # type: ignore[misc]
+    case(f"file: {_name}", "train", "{r}")(
+        lambda w, content=_content: w.text("tiny.yaml", content) and None
+    )  # type: ignore[misc]
 
 OVERRIDES = (
-    *("run.steps=-1", "run.steps=1.5", "run.steps=ten", "run.steps=" + "9" * 60, "run.seed=99999999999999999999999"),
-    *("run.name=../x", "run.name=" + "n" * 300, "run.name=", "run.dir=", "run.dir=/dev/null/x", "model.path="),
+    *(
+        "run.steps=-1",
+        "run.steps=1.5",
+        "run.steps=ten",
+        "run.steps=" + "9" * 60,
+        "run.seed=99999999999999999999999",
+    ),
+    *(
+        "run.name=../x",
+        "run.name=" + "n" * 300,
+        "run.name=",
+        "run.dir=",
+        "run.dir=/dev/null/x",
+        "model.path=",
+    ),
     *("model.path=/dev/null", "optimizer.lr=.nan", "optimizer.lr=-1", "batch.samples_per_prompt=0"),
-    *("batch.prompts_per_step=1000000000000000000", "parallel.tp=3", "parallel.tp=-2", "parallel.tp=1048576"),
+    *(
+        "batch.prompts_per_step=1000000000000000000",
+        "parallel.tp=3",
+        "parallel.tp=-2",
+        "parallel.tp=1048576",
+    ),
     *(
         "objective.name=[pacs]",
         "objective.beta=.inf",
         "resources.time_limit=99:99:99",
         "data.train.path=file:///etc/passwd",
     ),
-    *("reward.function=nofile.py:reward", "data.max_prompt_tokens=10000000", "rollout.sampling.temperature=-1"),
+    *(
+        "reward.function=nofile.py:reward",
+        "data.max_prompt_tokens=10000000",
+        "rollout.sampling.temperature=-1",
+    ),
 )
 for _word in OVERRIDES:
     plain(f"override {_word[:60]}", "train", "{r}", _word)
-URLS = ("file:///etc/passwd", "http://h:99999", "http://", "h", "http://user:pw@h:1", "http://h:1/$(id)")
+URLS = (
+    "file:///etc/passwd",
+    "http://h:99999",
+    "http://",
+    "h",
+    "http://user:pw@h:1",
+    "http://h:1/$(id)",
+)
 for _word in URLS:
     plain(
         f"url {_word}",
@@ -133,7 +207,8 @@ for _word in URLS:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# -----------------------------------------------------------------------------------------------------------------
+# data
 DATA: dict[str, tuple[str, str | bytes]] = {
     "empty": ("d.jsonl", ""),
     "only blank lines": ("d.jsonl", "\n\n \n"),
@@ -167,7 +242,8 @@ def _pipe(world: World) -> None:
     os.mkfifo(world.folder / "d.jsonl")
 
 
-# ------------------------------------------------------------------------------------------------- models, checkpoints
+# -------------------------------------------------------------------------------------------------
+# models, checkpoints
 MODEL_CONFIG: dict[str, dict[str, Any]] = {
     "a billion layers": {"num_hidden_layers": 10**9},
     "no heads": {"num_attention_heads": 0},
@@ -191,7 +267,10 @@ MODEL_FILES: dict[str, tuple[str, str | bytes]] = {
     "config.json is deep": ("config.json", '{"a":' * 50_000 + "1" + "}" * 50_000),
     "weights are text": ("model.safetensors", "hello, this is no file of weights"),
     "weights with an endless header": ("model.safetensors", b"\xff\xff\xff\xff\xff\xff\xff\x7f{}"),
-    "index outside of the folder": ("model.safetensors.index.json", '{"weight_map": {"a": "../../etc/passwd"}}'),
+    "index outside of the folder": (
+        "model.safetensors.index.json",
+        '{"weight_map": {"a": "../../etc/passwd"}}',
+    ),
     "index of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
     "index is a list": ("model.safetensors.index.json", "[]"),
 }
@@ -203,8 +282,12 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "integers": lambda h: h.update({k: v | {"dtype": "I32"} for k, v in h.items() if "dtype" in v}),
     "a list": lambda h: [1, 2],
     "an entry of text": lambda h: h.update({next(k for k in h if "norm" in k): "x"}),
-    "negative shape": lambda h: h.update({k: v | {"shape": [-1, -64]} for k, v in h.items() if "embed" in k}),
-    "overlapping tensors": lambda h: h.update({k: v | {"data_offsets": [0, 64]} for k, v in h.items() if "norm" in k}),
+    "negative shape": lambda h: h.update(
+        {k: v | {"shape": [-1, -64]} for k, v in h.items() if "embed" in k}
+    ),
+    "overlapping tensors": lambda h: h.update(
+        {k: v | {"data_offsets": [0, 64]} for k, v in h.items() if "norm" in k}
+    ),
     "an unknown name": lambda h: h.update({"ghost.weight": h.pop("model.norm.weight")}),
 }
 for _name, _change in HEADERS.items():
@@ -220,7 +303,10 @@ TOKENIZERS: dict[str, tuple[str, str | bytes]] = {
     ),
     "template of a power": ("chat_template.jinja", "{{ 9 ** (9 ** 9) }}"),
     "template of terabytes": ("chat_template.jinja", "{{ 'x' * 10 ** 13 }}"),
-    "template that reads files": ("chat_template.jinja", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+    "template that reads files": (
+        "chat_template.jinja",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ),
     "template with a fault": ("chat_template.jinja", "{% if %}"),
     "end tokens as text": ("generation_config.json", '{"eos_token_id": ["a"]}'),
 }
@@ -237,7 +323,8 @@ CHECKPOINTS: dict[str, Callable[[World], Any]] = {
     "manifest of text": lambda w: w.text("checkpoint/manifest.json", "hello"),
     "manifest outside of the folder": lambda w: w.text("checkpoint/manifest.json", '{"files": {"../x": {"bytes": 1}}}'),
     "index of noise": lambda w: w.text("checkpoint/dist/.metadata", bytes(range(256))),
-    "index that runs code": lambda w: w.text("checkpoint/dist/.metadata", b"cos\nsystem\n(S'touch canary'\ntR."),
+    "index that runs code": lambda w: w.text("checkpoint/dist/.metadata", b"cos\nsystem\n(S'touch "
+                                                                          b"canary'\ntR."),
     "a bit of the weights": lambda w: w.flip("dist/*.distcp"),
     "a bit of the tokenizer": lambda w: w.flip("hf/tokenizer.json"),
     "no weights": lambda w: shutil.rmtree(w.checkpoint / "dist"),
@@ -248,14 +335,18 @@ for _name, _damage in CHECKPOINTS.items():
     )
 plain("checkpoint: folder of nothing", "convert", "to-hf", "--checkpoint", "{w}", "--out", "{w}/o")
 
-# -------------------------------------------------------------------------------------------------------------- servers
+# --------------------------------------------------------------------------------------------------------------
+# servers
 REPLIES: dict[str, bytes] = {
     "noise": bytes(range(256)) * 8,
     "nothing": b"",
-    "a page": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 13\r\n\r\n<html></html>",
+    "a page": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: "
+    b"13\r\n\r\n<html></html>",
     "an error": b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\nno",
-    "a list": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n[1, 2, 3]",
-    "deep json": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 50000\r\n\r\n" + b"[" * 50_000,
+    "a list": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n[1, "
+    b"2, 3]",
+    "deep json": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
+    b"50000\r\n\r\n" + b"[" * 50_000,
     "less than announced": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n{",
     "a circle": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n",
 }
@@ -265,7 +356,8 @@ for _name in REPLIES:
         f"server replies {_name}",
         "preflight",
         "{r}",
-        "rollout={{engine: sglang, urls: ['{s}'], sampling: {{max_response_tokens: 12}}, sync: {{transport: disk}}}}",
+        "rollout={{engine: sglang, urls: ['{s}'], sampling: {{max_response_tokens: 12}}, sync: "
+        "{{transport: disk}}}}",
     )
 plain("hub rejects", "fetch", "{r}", "model.path=some/model")
 plain("data of no hub", "data", "preview", "{r}", "data.train.path=some/data")
@@ -285,12 +377,15 @@ def world(original: World, tmp_path: Path) -> World:
 def garbage(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of the server of this case."""
     name: str = request.getfixturevalue("name")
-    stop, server = threading.Event(), socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+    server = socket.create_server(("127.0.0.1", 0))
     server.settimeout(0.2)
     url = f"http://127.0.0.1:{server.getsockname()[1]}"
     thread = None
     if " replies " in name:
-        thread = threading.Thread(target=serve, args=(REPLIES[name.partition(" replies ")[2]], stop, server))
+        thread = threading.Thread(
+            target=serve, args=(REPLIES[name.partition(" replies ")[2]], stop, server)
+        )
         thread.start()
     else:
         server.close()

@@ -1,4 +1,6 @@
-"""The processes of the fifth set: Ctrl-C, closed streams, wrong variables, rewards, resumes, servers, two of everything.
+"""The processes of the fifth set:
+
+Ctrl-C, closed streams, wrong variables, rewards, resumes, servers, two of everything.
 
 Written before the code was changed for it.
 """
@@ -17,7 +19,17 @@ import pytest
 
 from tests.integration.test_hostile_files import PREVIEW, folder, link, pipe, text, together
 from tests.integration.test_hostile_verbs import BENCHMARK, TWO
-from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run, serve
+from tests.support.hostile import (
+    Arrange,
+    Cases,
+    World,
+    check,
+    check_case,
+    copy_world,
+    make_world,
+    run,
+    serve,
+)
 from tests.support.tiers import in_tiers
 
 pytestmark = pytest.mark.full
@@ -27,7 +39,8 @@ TRAIN = ("train", "{r}", "parallel.tp=1")
 EVAL = ("eval", "{r}", *BENCHMARK)
 
 
-# ------------------------------------------------------------------------------------------------------------ evaluation
+# ------------------------------------------------------------------------------------------------------------
+# evaluation
 for _name, _words, _arrange in (
     ("a model that is a dangling link", ("--model", "{w}/l"), link("l", "nowhere")),
     ("a model that is a pipe", ("--model", "{w}/p"), pipe("p")),
@@ -36,15 +49,29 @@ for _name, _words, _arrange in (
     ("results of no name", ("--out", ""), TWO),
     ("samples that are true", ("evaluation.samples_per_prompt=true",), TWO),
     ("k of 1e400", ("evaluation.k=[1e400]",), TWO),
-    ("a benchmark in UTF-16", (), text("train.jsonl", '{"problem": "x", "answer": "1"}'.encode("utf-16"))),
+    (
+        "a benchmark in UTF-16",
+        (),
+        text("train.jsonl", '{"problem": "x", "answer": "1"}'.encode("utf-16")),
+    ),
     ("an empty benchmark", (), text("train.jsonl", "")),
     ("a benchmark that is a pipe", (), pipe("train.jsonl")),
     ("a tokenizer that is a pipe", (), pipe("model/tokenizer.json")),
     ("weights that are a pipe", (), pipe("model/model.safetensors")),
-    ("no rejudging of damage", ("--rejudge", "--out", "{w}/e"), text("e/results.json", '{"samples": "../x"')),
+    (
+        "no rejudging of damage",
+        ("--rejudge", "--out", "{w}/e"),
+        text("e/results.json", '{"samples": "../x"'),
+    ),
 ):
     case(f"eval: {_name}", *EVAL, *_words, arrange=_arrange)
-case("eval: a name with a slash", "eval", "{r}", BENCHMARK[0].replace("[{{", "[{{name: a/../../b, "), BENCHMARK[1])
+case(
+    "eval: a name with a slash",
+    "eval",
+    "{r}",
+    BENCHMARK[0].replace("[{{", "[{{name: a/../../b, "),
+    BENCHMARK[1],
+)
 case(
     "eval: a name of 300 letters",
     "eval",
@@ -53,7 +80,8 @@ case(
     BENCHMARK[1],
 )
 
-# ---------------------------------------------------------------------------------------------- certify, preflight, fetch
+# ----------------------------------------------------------------------------------------------
+# certify, preflight, fetch
 for _name, _words, _arrange in (
     ("into the model", ("--out", "{m}"), TWO),
     ("into a pipe", ("--out", "{w}/p"), pipe("p")),
@@ -71,7 +99,9 @@ for _name, _words, _arrange, _environ in (
     ("no temporary folder", (), TWO, {"TMPDIR": "/nonexistent"}),
     ("an objective of nan", ("objective.beta=.nan",), TWO, {}),
     ("a closed reward server", ("reward={{name: http, url: 'http://127.0.0.1:9/x'}}",), TWO, {}),
-    ("a closed rollout server", ("rollout={{engine: sglang, urls: ['http://127.0.0.1:9'], sampling: {{max_response_tokens: 12}}, sync: {{transport: disk}}}}",), TWO, {}),
+    ("a closed rollout server", ("rollout={{engine: sglang, urls: ['http://127.0.0.1:9'], "
+                                 "sampling: {{max_response_tokens: 12}}, sync: {{transport: "
+                                 "disk}}}}",), TWO, {}),
 ):  # fmt: skip
     case(f"preflight: {_name}", "preflight", "{r}", *_words, arrange=_arrange, environ=_environ)
 ONLINE = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -80,13 +110,18 @@ for _name, _words, _environ in (
     ("a cache that is read-only", ("model.path=some/model",), ONLINE | {"HF_HOME": "/proc/x"}),
     ("without a network", ("model.path=some/model",), {"HF_HUB_OFFLINE": "1"}),
     ("a model upwards", ("model.path=../x/y",), ONLINE),
-    ("an address of no name", ("model.path=some/model",), {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": ""}),
+    (
+        "an address of no name",
+        ("model.path=some/model",),
+        {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": ""},
+    ),
     ("data that is not there", ("data.train.path=some/../../data",), ONLINE),
     ("no timeout", ("model.path=some/model",), ONLINE | {"HF_HUB_DOWNLOAD_TIMEOUT": "soon"}),
 ):
     case(f"fetch: {_name}", "fetch", "{r}", *_words, environ=_environ)
 
-# ---------------------------------------------------------------------------------------------------------- surroundings
+# ----------------------------------------------------------------------------------------------------------
+# surroundings
 for _name, _environ in {
     "no temporary folder": {"TMPDIR": "/nonexistent"},
     "threads of a word": {"OMP_NUM_THREADS": "abc"},
@@ -99,10 +134,13 @@ for _name, _environ in {
 for _name, _script in {
     "train in a removed folder": "mkdir g && cd g && rmdir ../g && $P train {r}",
     "eval in a removed folder": "mkdir g && cd g && rmdir ../g && $P eval x.yaml",
-    "conversion in a removed folder": "mkdir g && cd g && rmdir ../g && $P convert to-megatron --hf {m} --out o",
+    "conversion in a removed folder": "mkdir g && cd g && rmdir ../g && $P convert to-megatron "
+                                      "--hf {m} --out o",
     "a script without arguments": "${{P%% *}} $PYTHONPATH/conversion/hf_to_megatron.py",
-    "a script with a wrong folder": "${{P%% *}} $PYTHONPATH/conversion/megatron_to_hf.py --checkpoint {m} --out o",
-    "a script with a wrong option": "${{P%% *}} $PYTHONPATH/conversion/verify.py --hf {m} --checkpoint {c} --certificate o --fast",
+    "a script with a wrong folder": "${{P%% *}} $PYTHONPATH/conversion/megatron_to_hf.py "
+                                    "--checkpoint {m} --out o",
+    "a script with a wrong option": "${{P%% *}} $PYTHONPATH/conversion/verify.py --hf {m} "
+                                    "--checkpoint {c} --certificate o --fast",
     "a configuration from a process": "cat {r} | $P config show /dev/fd/0",
     "output to a full disk, plan": "$P plan {r} > /dev/full",
     "output to a full disk, preview": "$P data preview {r} > /dev/full",
@@ -113,7 +151,8 @@ for _name, _script in {
     "sbatch is missing": "PATH={w} $P submit {r} --cluster local",
     "sbatch prints nonsense": "PATH={w}/bin:$PATH $P submit {r} --cluster local",
     **{
-        f"sbatch {name}": f"printf '{content}' > {{w}}/bin2/sbatch; chmod 755 {{w}}/bin2/sbatch; PATH={{w}}/bin2:$PATH exec $P submit {{r}} --cluster local"
+        f"sbatch {name}": f"printf '{content}' > {{w}}/bin2/sbatch; chmod 755 {{w}}/bin2/sbatch; "
+                          f"PATH={{w}}/bin2:$PATH exec $P submit {{r}} --cluster local"
         for name, content in (
             *(("fails", "#!/bin/sh\\necho no account >&2\\nexit 1\\n"), ("prints nothing", "#!/bin/sh\\n")),
             *(("prints megabytes", "#!/bin/sh\\nhead -c 50000000 /dev/zero\\n"), ("is no program", "hello")),
@@ -123,22 +162,36 @@ for _name, _script in {
 }.items():  # fmt: skip
 
     def _sbatch(world: World) -> None:
-        world.text("bin/sbatch", "#!/bin/sh\necho 'Submitted batch job abc; rm -rf x'\n").chmod(0o755)
+        world.text("bin/sbatch", "#!/bin/sh\necho 'Submitted batch job abc; rm -rf x'\n").chmod(
+            0o755
+        )
         (world.folder / "bin2").mkdir()
 
     case(f"shell: {_name}", "sh", "-c", _script, arrange=_sbatch)
 
-# --------------------------------------------------------------------------------------------------------------- rewards
+# ---------------------------------------------------------------------------------------------------------------
+# rewards
 for _name, _content in {
     "nan": "def reward(prompt, response):\n    return float('nan')\n",
     "text": "def reward(prompt, response):\n    return '1'\n",
     "a complex number": "def reward(prompt, response):\n    return 1j\n",
-    "a deep recursion": "import sys\nsys.setrecursionlimit(10**9)\n\n\ndef reward(prompt, response):\n    return reward(prompt, response) + 1\n",
-    "standard output of its own": "import sys\nsys.stdout = sys.stderr = None\n\n\ndef reward(prompt, response):\n    print(1)\n    raise ValueError(1)\n",
-    "threads that stay": "import threading, time\n\n\ndef reward(prompt, response):\n    threading.Thread(target=time.sleep, args=(9999,)).start()\n    raise OSError('x')\n",
-    "an exit handler": "import atexit, time\natexit.register(time.sleep, 9999)\n\n\ndef reward(prompt, response):\n    return 7j\n",
+    "a deep recursion": "import sys\nsys.setrecursionlimit(10**9)\n\n\ndef reward(prompt, "
+    "response):\n    return reward(prompt, response) + 1\n",
+    "standard output of its own": "import sys\nsys.stdout = sys.stderr = None\n\n\ndef "
+    "reward(prompt, response):\n    print(1)\n    raise "
+    "ValueError(1)\n",
+    "threads that stay": "import threading, time\n\n\ndef reward(prompt, response):\n    "
+    "threading.Thread(target=time.sleep, args=(9999,)).start()\n    raise "
+    "OSError('x')\n",
+    "an exit handler": "import atexit, time\natexit.register(time.sleep, 9999)\n\n\ndef "
+    "reward(prompt, response):\n    return 7j\n",
 }.items():
-    case(f"reward: {_name}", *TRAIN, "reward.memory_limit_gib=0.5", arrange=text("reward.py", _content))
+    case(
+        f"reward: {_name}",
+        *TRAIN,
+        "reward.memory_limit_gib=0.5",
+        arrange=text("reward.py", _content),
+    )
 for _name, _content in {
     "in UTF-16": "def reward(prompt, response):\n    return 1.0\n".encode("utf-16"),
     "with a NUL": b"def reward(prompt, response):\n    return 1.0\n\0",
@@ -155,12 +208,14 @@ def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path)
 
 
-# --------------------------------------------------------------------------------------- commands that work, and Ctrl-C
+# --------------------------------------------------------------------------------------- commands
+# that work, and Ctrl-C
 INT = "timeout --preserve-status -s INT"
 SLOW = "import time\ntime.sleep(30)\n\n\ndef reward(prompt, response):\n    return 1.0\n"
 QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
     **{
-        f"Ctrl-C after {seconds} s: {words.split()[0]} {words.split()[1] if words.split()[0] in ('config', 'data', 'convert') else ''}": (
+        f"Ctrl-C after {seconds} s: {words.split()[0]} "
+        f"{words.split()[1] if words.split()[0] in ('config', 'data', 'convert') else ''}": (
             f"{INT} {seconds} $P {words}", together(TWO, text("reward.py", SLOW)), (130, 0, 1, 2, 75),
         )
         for seconds, words in (
@@ -183,32 +238,52 @@ QUIET: dict[str, tuple[str, Arrange, tuple[int, ...]]] = {
     "head: paper": ("$P paper all --scale laptop --dry-run | head -n 1", TWO, (0,)),
     "a byte order mark": ("printf '\\357\\273\\277' > {w}/b.yaml; cat {r} >> {w}/b.yaml; $P config show {w}/b.yaml", TWO, (0, 2)),
     "line ends of Windows": ("sed 's/$/\\r/' {r} > {w}/b.yaml; $P config show {w}/b.yaml", TWO, (0,)),
-    "no end of the last line": ("printf %s \"$(cat {w}/train.jsonl)\" > {w}/d.jsonl; $P data preview {r} data.train.path={w}/d.jsonl", TWO, (0,)),
-    "line ends of Windows in data": ("sed 's/$/\\r/' {w}/train.jsonl > {w}/d.jsonl; $P data preview {r} data.train.path={w}/d.jsonl", TWO, (0,)),
-    "a run with a line end in its name": ("cp -r {w}/runs/a \"$(printf '{w}/runs/x\\ny')\"; $P compare \"$(printf '{w}/runs/x\\ny')\" --out {w}/h", TWO, (0, 1, 2)),
-    "a run in another language": ("cp -r {w}/runs/a {w}/runs/训练; LC_ALL=C PYTHONIOENCODING=ascii PYTHONUTF8=0 $P compare {w}/runs/训练 --out {w}/h", TWO, (2,)),
-    "letters of another language, ascii": ("printf '{{\"problem\": \"训练\", \"answer\": \"1\"}}\\n' > {w}/d.jsonl; LC_ALL=C PYTHONIOENCODING=ascii PYTHONUTF8=0 $P data preview {r} data.train.path={w}/d.jsonl data.train.limit=1 batch.prompts_per_step=1 batch.updates_per_step=1", TWO, (0, 2)),
-    "a row being written": ("printf '{{\"step\": 3, \"rew' >> {w}/runs/a/metrics.jsonl; $P compare {w}/runs/a --out {w}/h", TWO, (0, 1)),
-    "status of a row being written": ("printf '{{\"step\": 3, \"rew' >> {w}/runs/a/metrics.jsonl; $P status {w}/runs/a", TWO, (0, 1)),
-    "a terabyte of log": ("mkdir -p {w}/runs/a/logs; truncate -s 1T {w}/runs/a/logs/rank0.log; $P logs {w}/runs/a --lines 3 | head -c 100", TWO, (0,)),
-    "two pages into one file": ("$P compare {w}/runs/a --out {w}/h & $P compare {w}/runs/b --out {w}/h; a=$?; wait $!; b=$?; grep -q '</html>' {w}/h && exit $(($a + $b))", TWO, (0, 1, 2)),
+    "no end of the last line": ("printf %s \"$(cat {w}/train.jsonl)\" > {w}/d.jsonl; $P data "
+                                "preview {r} data.train.path={w}/d.jsonl", TWO, (0,)),
+    "line ends of Windows in data": ("sed 's/$/\\r/' {w}/train.jsonl > {w}/d.jsonl; $P data "
+                                     "preview {r} data.train.path={w}/d.jsonl", TWO, (0,)),
+    "a run with a line end in its name": ("cp -r {w}/runs/a \"$(printf '{w}/runs/x\\ny')\"; $P "
+                                          "compare \"$(printf '{w}/runs/x\\ny')\" --out {w}/h", TWO, (0, 1, 2)),
+    "a run in another language": ("cp -r {w}/runs/a {w}/runs/训练; LC_ALL=C PYTHONIOENCODING=ascii "
+                                  "PYTHONUTF8=0 $P compare {w}/runs/训练 --out {w}/h", TWO, (2,)),
+    "letters of another language, ascii": ("printf '{{\"problem\": \"训练\", \"answer\": "
+                                           "\"1\"}}\\n' > {w}/d.jsonl; LC_ALL=C "
+                                           "PYTHONIOENCODING=ascii PYTHONUTF8=0 $P data preview "
+                                           "{r} data.train.path={w}/d.jsonl data.train.limit=1 "
+                                           "batch.prompts_per_step=1 batch.updates_per_step=1", TWO, (0, 2)),
+    "a row being written": ("printf '{{\"step\": 3, \"rew' >> {w}/runs/a/metrics.jsonl; $P "
+                            "compare {w}/runs/a --out {w}/h", TWO, (0, 1)),
+    "status of a row being written": ("printf '{{\"step\": 3, \"rew' >> {w}/runs/a/metrics.jsonl; "
+                                      "$P status {w}/runs/a", TWO, (0, 1)),
+    "a terabyte of log": ("mkdir -p {w}/runs/a/logs; truncate -s 1T {w}/runs/a/logs/rank0.log; $P "
+                          "logs {w}/runs/a --lines 3 | head -c 100", TWO, (0,)),
+    "two pages into one file": ("$P compare {w}/runs/a --out {w}/h & $P compare {w}/runs/b --out "
+                                "{w}/h; a=$?; wait $!; b=$?; grep -q '</html>' {w}/h && exit "
+                                "$(($a + $b))", TWO, (0, 1, 2)),
     "two evaluations into one folder": ("$P eval {r} " + " ".join(f'"{word}"' for word in BENCHMARK) + " --out {w}/e & $P eval {r} " + " ".join(f'"{word}"' for word in BENCHMARK) + " --out {w}/e; a=$?; wait $!; b=$?; test $a = 0 -o $b = 0 && test -s {w}/e/results.json && exit $(($a + $b))", TWO, (0, 2)),
     "all streams are closed": ("$P config show {r} <&- >&- 2>&-", TWO, (1, 2)),
     "closed errors, train": ("$P train {r} run.steps=0 2>&-", TWO, (2,)),
     "closed errors, conversion": ("$P convert to-megatron --hf {w}/none --out {w}/o 2>&-", TWO, (1,)),
     "closed errors, usage": ("$P trian 2>&-", TWO, (2,)),
     "errors to a full disk": ("$P train {r} run.steps=0 2> /dev/full", TWO, (2,)),
-    "errors into a closed pipe": ("($P train {r} run.steps=0; echo $? > {w}/code) 2>&1 | true; sleep 3; exit $(cat {w}/code)", TWO, (2, 141)),
+    "errors into a closed pipe": ("($P train {r} run.steps=0; echo $? > {w}/code) 2>&1 | true; "
+                                  "sleep 3; exit $(cat {w}/code)", TWO, (2, 141)),
     "threads of 0": ("OMP_NUM_THREADS=0 $P data preview {r}", TWO, (0, 1, 2)),
     "a home that is not there": ("HOME=/nonexistent XDG_CACHE_HOME=/dev/null $P data preview {r}", TWO, (0, 1, 2)),
     "a cache that is a file": ("HF_HOME=/etc/passwd $P data preview {r}", TWO, (0, 1, 2)),
     "no temporary folder": ("TMPDIR=/nonexistent $P convert to-megatron --hf {m} --out {w}/out", TWO, (0, 1, 2)),
     "warnings are errors": ("PYTHONWARNINGS=error $P config show {r}", TWO, (0,)),
     "a terminal of nonsense": ("TERM=nonsense COLUMNS=abc LINES=-1 $P config show {r}", TWO, (0,)),
-    "a rendezvous of another program": ("MASTER_ADDR=10.255.255.1 MASTER_PORT=1 $P train {r} parallel.tp=1", TWO, (0,)),
+    "a rendezvous of another program": ("MASTER_ADDR=10.255.255.1 MASTER_PORT=1 $P train {r} "
+                                        "parallel.tp=1", TWO, (0,)),
     "devices of a word": ("CUDA_VISIBLE_DEVICES=abc $P train {r} parallel.tp=1", TWO, (0, 1, 2)),
-    "names with spaces": ("mkdir '{w}/a b'; cp -r {m} '{w}/a b/my model'; cd '{w}/a b'; $P convert to-megatron --hf 'my model' --out 'my checkpoint' && $P convert to-hf --checkpoint 'my checkpoint' --out '-back' || $P convert to-hf --checkpoint 'my checkpoint' --out ./-back", TWO, (0,)),
-    "squeue hangs": ("mkdir -p {w}/bin; printf '#!/bin/sh\\nsleep 100\\n' > {w}/bin/squeue; cp {w}/bin/squeue {w}/bin/sacct; chmod 755 {w}/bin/*; PATH={w}/bin:$PATH $P status {w}/runs/a", TWO, (0, 1)),
+    "names with spaces": ("mkdir '{w}/a b'; cp -r {m} '{w}/a b/my model'; cd '{w}/a b'; $P "
+                          "convert to-megatron --hf 'my model' --out 'my checkpoint' && $P "
+                          "convert to-hf --checkpoint 'my checkpoint' --out '-back' || $P convert "
+                          "to-hf --checkpoint 'my checkpoint' --out ./-back", TWO, (0,)),
+    "squeue hangs": ("mkdir -p {w}/bin; printf '#!/bin/sh\\nsleep 100\\n' > {w}/bin/squeue; cp "
+                     "{w}/bin/squeue {w}/bin/sacct; chmod 755 {w}/bin/*; PATH={w}/bin:$PATH $P "
+                     "status {w}/runs/a", TWO, (0, 1)),
 }  # fmt: skip
 
 
@@ -226,7 +301,8 @@ def test_odd_surroundings(name: str, original: World, tmp_path: Path) -> None:
     assert outcome.silence_s - outcome.starved_s < 30, outcome.text
 
 
-# ------------------------------------------------------------------------------------------- a run that continues, changed
+# ------------------------------------------------------------------------------------------- a run
+# that continues, changed
 class Trained:
     """A run of two steps, restored before every case."""
 
@@ -311,7 +387,9 @@ RESUMES: dict[str, tuple[tuple[str, ...], Arrange]] = {
 
 
 def _exported(world: World) -> None:
-    done = run(["export", world.folder / "runs" / "tiny", "--out", world.folder / "e"], world.folder, {})
+    done = run(
+        ["export", world.folder / "runs" / "tiny", "--out", world.folder / "e"], world.folder, {}
+    )
     assert done.code == 0, done.text
     path = world.folder / "e" / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -345,18 +423,23 @@ def test_a_run_continues(name: str, trained: Trained) -> None:
     CONTINUES[name](world)
     ended = run([word.format(r=world.run) for word in AGAIN], world.folder, {})
     assert ended.code == 0 and "Traceback" not in ended.text, ended.text
-    rows = [json.loads(line) for line in (world.folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (world.folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-# --------------------------------------------------------------------------------------------- servers that answer garbage
+# ---------------------------------------------------------------------------------------------
+# servers that answer garbage
 REPLIES = {
     "nothing": b"",
     "text": b"hello\r\n\r\n",
     "a page": b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n<html></html>",
-    "deep json": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 200000\r\n\r\n"
-    + b"[" * 200_000,
-    "another address": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
+    "deep json": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
+    b"200000\r\n\r\n" + b"[" * 200_000,
+    "another address": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: "
+    b"0\r\n\r\n",
     "an endless header": b"HTTP/1.1 200 OK\r\n" + b"X-A: " + b"a" * 1_000_000,
     "a terabyte": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n" + b"x" * 1000,
     "an error": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 9\r\n\r\n\xff\xfe\x00\x1b[2Jab",
@@ -385,7 +468,12 @@ def test_train_with_servers_that_send_garbage(
         f"rollout={{engine: sglang, urls: ['{garbage}'], sampling: {{max_response_tokens: 12}}, "
         "sync: {transport: disk}, all_down_after_s: 8}"
     )
-    check(f"servers: {request.node.callspec.id}", world, ["train", world.run, "parallel.tp=1", rollout], {})
+    check(
+        f"servers: {request.node.callspec.id}",
+        world,
+        ["train", world.run, "parallel.tp=1", rollout],
+        {},
+    )
 
 
 @pytest.mark.parametrize("garbage", in_tiers(REPLIES), indirect=True)
@@ -394,4 +482,9 @@ def test_train_with_rewards_of_garbage(
 ) -> None:
     world = copy_world(original, tmp_path / "world")
     reward = f"reward={{name: http, url: '{garbage}', timeout_s: 5}}"
-    check(f"rewards: {request.node.callspec.id}", world, ["train", world.run, "parallel.tp=1", reward], {})
+    check(
+        f"rewards: {request.node.callspec.id}",
+        world,
+        ["train", world.run, "parallel.tp=1", reward],
+        {},
+    )

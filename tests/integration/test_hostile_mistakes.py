@@ -1,6 +1,8 @@
-"""A sixth set of hostile and careless users, written after the faults of the fifth were fixed: other kinds of mistakes.
+"""A sixth set of hostile and careless users, written after the faults of the fifth were fixed:
+other kinds of mistakes.
 
-Values that look right, folders of other programs, results that do not belong together, damaged parts of a checkpoint.
+Values that look right, folders of other programs, results that do not belong together, damaged
+parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ CASES = Cases()
 case = CASES.add
 
 
-# ------------------------------------------------------------------------------------- YAML with another meaning
+# ------------------------------------------------------------------------------------- YAML with
+# another meaning
 def _yaml(old: str, new: str) -> Arrange:
     def write(world: World) -> None:
         content = world.run.read_text()
@@ -94,7 +97,8 @@ for _word in (
 ):
     case(f"preview {_word}", *PREVIEW, _word)
 
-# ------------------------------------------------------------------------------------- results that do not fit together
+# ------------------------------------------------------------------------------------- results that
+# do not fit together
 case("compare: the folder of the runs", "compare", "{w}/runs", "--out", "{w}/o", arrange=TWO)
 case("compare: a page among the runs", "compare", *RUNS, "{w}/runs/page.html", "--out", "{w}/o", arrange=together(TWO, text("runs/page.html", "<html>")))  # fmt: skip
 case(
@@ -108,14 +112,24 @@ case(
 case("compare: a checkpoint", "compare", RUNS[0], "{c}", "--out", "{w}/o", arrange=TWO)
 case("compare: steps that go back", *COMPARE, arrange=together(TWO, text("runs/b/metrics.jsonl", '{"step": 2}\n{"step": 1}\n')))  # fmt: skip
 case(
-    "compare: a step twice", *COMPARE, arrange=together(TWO, text("runs/b/metrics.jsonl", '{"step": 2}\n{"step": 2}\n'))
+    "compare: a step twice",
+    *COMPARE,
+    arrange=together(TWO, text("runs/b/metrics.jsonl", '{"step": 2}\n{"step": 2}\n')),
 )
 case("compare: no common benchmark", *COMPARE, arrange=together(TWO, text("runs/b/metrics.jsonl", '{"step": 1, "eval/y/pass@1": 0.1}\n'), text("runs/b/eval/results.json", '{"metrics": {}}')))  # fmt: skip
 case("compare: metrics with a key twice", *COMPARE, arrange=together(TWO, text("runs/b/metrics.jsonl", '{"step": 1, "step": 2}\n')))  # fmt: skip
 case("compare: metrics of objects", *COMPARE, arrange=together(TWO, text("runs/b/metrics.jsonl", '{"step": 1, "reward/mean": {"a": 1}}\n')))  # fmt: skip
 case("compare: a configuration with two seeds", *COMPARE, arrange=together(TWO, text("runs/b/config.yaml", "run: {seed: 1}\nrun: {seed: 2}\n")))  # fmt: skip
-case("compare: a seed of true", *COMPARE, arrange=together(TWO, text("runs/b/config.yaml", "run: {seed: true}\n")))
-case("compare: a seed of 0.5", *COMPARE, arrange=together(TWO, text("runs/b/config.yaml", "run: {seed: 0.5}\n")))
+case(
+    "compare: a seed of true",
+    *COMPARE,
+    arrange=together(TWO, text("runs/b/config.yaml", "run: {seed: true}\n")),
+)
+case(
+    "compare: a seed of 0.5",
+    *COMPARE,
+    arrange=together(TWO, text("runs/b/config.yaml", "run: {seed: 0.5}\n")),
+)
 case("diversity: the results as a file", "diversity", "{w}/runs/a/eval/results.json", "--embedder", "hashed", "--out", "{w}/o", arrange=TWO)  # fmt: skip
 case("diversity: a run without an evaluation", *DIVERSITY, arrange=together(TWO, lambda w: shutil.rmtree(w.folder / "runs/b/eval")))  # fmt: skip
 case("diversity: an embedder without weights", *DIVERSITY[:3], "--embedder", "{w}/e", "--out", "{w}/o", arrange=together(TWO, lambda w: shutil.copytree(w.model, w.folder / "e") and (w.folder / "e/model.safetensors").unlink()))  # fmt: skip
@@ -136,7 +150,8 @@ def _nan_embedder(world: World) -> None:
 
 case("diversity: an embedder of nan", *DIVERSITY[:3], "--embedder", "{w}/e", "--out", "{w}/o", arrange=together(TWO, lambda w: w.text("runs/b/eval/samples-1.jsonl", "".join(json.dumps(line) + "\n" for line in [{"digest": "1"}, SAMPLE, SAMPLE | {"id": "y", "response": "other"}])), _nan_embedder))  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------ models of other programs
+# ------------------------------------------------------------------------------------------------
+# models of other programs
 for _name, _arrange in {
     "an adapter": lambda w: [path.unlink() for path in w.model.glob("*.safetensors")] and w.text("model/adapter_config.json", '{"peft_type": "LORA"}') and w.text("model/adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}"),
     "one file for llama.cpp": lambda w: [path.unlink() for path in w.model.glob("*.safetensors")] and w.text("model/model.gguf", b"GGUF" + bytes(99)),
@@ -168,7 +183,8 @@ for _words in (
     case(f"convert {' '.join(_words)}", "convert", "to-megatron", *_words, "--out", "{m}/../model")
 
 
-# ------------------------------------------------------------------------------------------------ parts of a checkpoint
+# ------------------------------------------------------------------------------------------------
+# parts of a checkpoint
 def _manifest(change: Any) -> Arrange:
     def write(world: World) -> None:
         path = world.checkpoint / "manifest.json"
@@ -204,10 +220,15 @@ for _name, _arrange in {
 }.items():  # fmt: skip
     case(f"checkpoint: {_name}", *TO_HF, arrange=_arrange)
 case("verify: weights of another model", *VERIFY, arrange=lambda w: (w.model / "model.safetensors").write_bytes((w.model / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\x40"))  # fmt: skip
-case("verify: one layer less", *VERIFY, arrange=lambda w: w.model_json("config.json", num_hidden_layers=1))
+case(
+    "verify: one layer less",
+    *VERIFY,
+    arrange=lambda w: w.model_json("config.json", num_hidden_layers=1),
+)
 case("verify: a certificate below a file", *VERIFY[:-1], "{r}/x/y")
 
-# ------------------------------------------------------------------------------------------- clusters, sweeps, run folders
+# -------------------------------------------------------------------------------------------
+# clusters, sweeps, run folders
 for _key, _value in (
     *(
         ("container", {"runtime": "pyxis", "image": ""}),
@@ -254,12 +275,14 @@ for _name, _file, _content in (
     case(f"logs: {_name}", "logs", "{w}/runs/tiny", arrange=text(f"runs/tiny/{_file}", _content))
 case("export: a run of a configuration only", "export", "{w}/runs/a", "--out", "{w}/o", arrange=TWO)
 
-# ----------------------------------------------------------------------------------------------------- data, tokenizers
+# -----------------------------------------------------------------------------------------------------
+# data, tokenizers
 for _name, _arrange, _word in (
     ("an empty folder", folder("d"), "data.train.path={w}/d"),
     ("a folder of other files", text("d/readme.md", "x"), "data.train.path={w}/d"),
     ("a column that is nested", text("d.jsonl", '{"a": {"problem": "x"}, "answer": "1"}\n'), "data.train.path={w}/d.jsonl"),
-    ("no answer in the second row", text("d.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y"}\n'), "data.train.path={w}/d.jsonl"),
+    ("no answer in the second row", text("d.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": '
+                                                    '"y"}\n'), "data.train.path={w}/d.jsonl"),
     ("an answer of 10^7 letters in a row", text("d.jsonl", b'{"problem": "x", "answer": "' + b"1" * 10**7 + b'"}\n{'), "data.train.path={w}/d.jsonl"),
     ("a revision of a file", text("d.jsonl", '{"problem": "x", "answer": "1"}\n'), "data.train.revision=main"),
     ("a subset of a file", text("d.jsonl", '{"problem": "x", "answer": "1"}\n'), "data.train.subset=main"),
@@ -273,7 +296,13 @@ for _name, _file, _content in (
     ("ends of 1.5", "generation_config.json", '{"eos_token_id": 1.5}'),
     ("half of the generation settings", "generation_config.json", '{"eos_token_id": 1'),
 ):
-    case(f"tokenizer: {_name}", "train", "{r}", "parallel.tp=1", arrange=text(f"model/{_file}", _content))
+    case(
+        f"tokenizer: {_name}",
+        "train",
+        "{r}",
+        "parallel.tp=1",
+        arrange=text(f"model/{_file}", _content),
+    )
 for _name, _content in (
     ("calls what is not there", "{{ messages[0].text.upper() }}"),
     ("reads a user's name", "{{ messages[0].name | upper }}{{ undefined_name.x }}"),

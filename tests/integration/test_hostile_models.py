@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_hostile_files import PREVIEW, TO_HF, TO_MEGATRON, VERIFY, link, text, together
+from tests.integration.test_hostile_files import (
+    PREVIEW,
+    TO_HF,
+    TO_MEGATRON,
+    VERIFY,
+    link,
+    text,
+    together,
+)
 from tests.integration.test_hostile_verbs import TWO
 from tests.support.hostile import Arrange, Cases, World, check_case
 
@@ -20,7 +28,8 @@ CASES = Cases()
 case = CASES.add
 
 
-# ------------------------------------------------------------------------------------------------------------- conversion
+# -------------------------------------------------------------------------------------------------------------
+# conversion
 for _words in (
     (*TO_MEGATRON[:4], "--out", ""),
     (*TO_MEGATRON, "--dtype", "fp8"),
@@ -57,7 +66,9 @@ for _words in (
     ("logs", "{w}/l"),
     ("logs", ""),
 ):
-    case(" ".join(_words).replace("\n", "\\n")[-90:], *_words, arrange=together(TWO, link("l", "l")))
+    case(
+        " ".join(_words).replace("\n", "\\n")[-90:], *_words, arrange=together(TWO, link("l", "l"))
+    )
 
 
 def _huge(world: World) -> None:
@@ -74,7 +85,9 @@ def _index(change: Callable[[dict[str, str]], Any], **more: Any) -> Arrange:
     def write(world: World) -> None:
         names: dict[str, str] = {}
         world.header(
-            lambda h: names.update({name: "model-00001-of-00001.safetensors" for name in h if name != "__metadata__"})
+            lambda h: names.update(
+                {name: "model-00001-of-00001.safetensors" for name in h if name != "__metadata__"}
+            )
         )
         (world.model / "model.safetensors").rename(world.model / "model-00001-of-00001.safetensors")
         tree: Any = {"metadata": {}, "weight_map": change(names) or names} | more
@@ -90,7 +103,9 @@ for _name, _arrange in {
     "a shard of no name": _index(lambda n: dict.fromkeys(n, "")),
     "a shard that is a list": _index(lambda n: {key: ["x"] for key in n}),
     "a shard with a NUL": _index(lambda n: dict.fromkeys(n, "a\0")),
-    "a tensor too much": _index(lambda n: n.update({"model.ghost.weight": "model-00001-of-00001.safetensors"})),
+    "a tensor too much": _index(
+        lambda n: n.update({"model.ghost.weight": "model-00001-of-00001.safetensors"})
+    ),
     "a tensor too few": _index(lambda n: n.pop("model.norm.weight") and None),
     "a map of nothing": _index(lambda n: n.clear()),
     "a map of text": _index(lambda n: None, weight_map="x"),
@@ -123,7 +138,8 @@ for _name, _arrange in {
     case(f"checkpoint: {_name}", *TO_HF, arrange=_arrange)
 
 
-# ------------------------------------------------------------------------------------------- tokenizers, templates, data
+# -------------------------------------------------------------------------------------------
+# tokenizers, templates, data
 def _tokenizer(change: Callable[[dict[str, Any]], Any]) -> Arrange:
     def write(world: World) -> None:
         path = world.model / "tokenizer.json"
@@ -140,14 +156,18 @@ for _name, _arrange in {
     "an added id of 10^12": _tokenizer(lambda t: t["added_tokens"][0].update(id=10**12)),
     "a normalizer that removes all": _tokenizer(lambda t: t.update(normalizer={"type": "Replace", "pattern": {"Regex": "[\\s\\S]"}, "content": ""})),
     "a pattern without an end": _tokenizer(lambda t: t.update(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""})),
-    "an end token that is unknown": text("model/tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"a": 1}}'),
+    "an end token that is unknown": text("model/tokenizer_config.json", '{"tokenizer_class": '
+                                                                        '"PreTrainedTokenizerFast", "eos_token": {"a": 1}}'),
     "an empty template": text("model/chat_template.jinja", ""),
     "a template of blanks": text("model/chat_template.jinja", "  \n"),
     "a template that needs tools": text("model/chat_template.jinja", "{{ tools[0].name }}"),
     "a template that wants a system": text("model/chat_template.jinja", "{{ raise_exception('system prompt required') if messages[0].role != 'system' }}x"),
     "a template that formats": text("model/chat_template.jinja", "{{ '%9999999999d' % 1 }}"),
     "a template of a long range": text("model/chat_template.jinja", "{{ range(10**12) | list }}"),
-    "a template that sorts without an end": text("model/chat_template.jinja", "{% for a in range(10**5) %}{{ range(10**5) | sum }}{% endfor %}"),
+    "a template that sorts without an end": text("model/chat_template.jinja", "{% for a in "
+                                                                              "range(10**5) %}{{ "
+                                                                              "range(10**5) | sum "
+                                                                              "}}{% endfor %}"),
 }.items():  # fmt: skip
     case(f"tokenizer: {_name}", *PREVIEW, arrange=_arrange)
 for _name, _file, _content in (
@@ -159,7 +179,9 @@ for _name, _file, _content in (
     ("an object, not a list", "d.json", '{"problem": "x", "answer": "1"}'),
     ("a problem of nothing but ends", "d.jsonl", '{"problem": "\\n\\n", "answer": "1"}\n'),
 ):
-    case(f"data: {_name}", *PREVIEW, f"data.train.path={{w}}/{_file}", arrange=text(_file, _content))
+    case(
+        f"data: {_name}", *PREVIEW, f"data.train.path={{w}}/{_file}", arrange=text(_file, _content)
+    )
 
 
 def _parquet(change: Callable[[Any], Any]) -> Arrange:

@@ -1,6 +1,9 @@
-"""A ninth set: a user who breaks what lies between the parts. Folders of data, explosions of numbers, permissions, tools.
+"""A ninth set: a user who breaks what lies between the parts.
 
-Written before a case of it ran; `test_hostile_ninth_runs.py` and `_states.py` have the processes of this set.
+Folders of data, explosions of numbers, permissions, tools.
+
+Written before a case of it ran; `test_hostile_ninth_runs.py` and `_states.py` have the processes of
+this set.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from tests.support import hostile
 from tests.support.hostile import Arrange, Outcome, World, copy_world, run
 
 
-# ------------------------------------------------------------------------------------------------------------ the judge
+# ------------------------------------------------------------------------------------------------------------
+# the judge
 @dataclass(frozen=True)
 class Try:
     """Actions of a user. {w}orld, {r}un file, {m}odel and {c}heckpoint are replaced in `words`."""
@@ -42,16 +46,36 @@ class Try:
     """exit codes of a script that need no error line"""
 
 
-NOISE = ("logs", "heartbeats", "run.lock", "exit_code", "report.html", "environment.json", "config.yaml", "STOP")
+NOISE = (
+    "logs",
+    "heartbeats",
+    "run.lock",
+    "exit_code",
+    "report.html",
+    "environment.json",
+    "config.yaml",
+    "STOP",
+)
 """Names that a run may write before it fails"""
-WRONG = ("Traceback", "InternalError", "Exception ignored", "BrokenPipe", "Fatal Python", "core dumped")
+WRONG = (
+    "Traceback",
+    "InternalError",
+    "Exception ignored",
+    "BrokenPipe",
+    "Fatal Python",
+    "core dumped",
+)
 
 
 def _state(world: World) -> dict[Path, bytes]:
     """Every regular file of the world that no failing command may change."""
     runs = world.folder / "runs"
     found = (path for path in world.folder.rglob("*") if path.is_file() and not path.is_symlink())
-    kept = (path for path in found if runs not in path.parents or not set(NOISE) & set(path.relative_to(runs).parts))
+    kept = (
+        path
+        for path in found
+        if runs not in path.parents or not set(NOISE) & set(path.relative_to(runs).parts)
+    )
     return {path: path.read_bytes() for path in kept if path.stat().st_size < 64 << 20}
 
 
@@ -62,7 +86,10 @@ def _left(world: World) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                if mark in (entry / "environ").read_bytes() and (entry / "stat").read_text().split()[2] != "Z":
+                if (
+                    mark in (entry / "environ").read_bytes()
+                    and (entry / "stat").read_text().split()[2] != "Z"
+                ):
                     found.append(int(entry.name))
             except OSError:
                 continue
@@ -79,7 +106,8 @@ def _end(world: World) -> None:
 
 def _exit(attempt: Try, words: list[Any], outcome: Outcome) -> list[str]:
     """Faults of the exit code and of the text"""
-    errors, code = hostile._ERROR.findall(outcome.text), outcome.code
+    errors = hostile._ERROR.findall(outcome.text)
+    code = outcome.code
     faults = [word for word in WRONG if word in outcome.text]
     if code is None:
         faults.append("hangs")
@@ -91,13 +119,24 @@ def _exit(attempt: Try, words: list[Any], outcome: Outcome) -> list[str]:
         faults.append(f"{len(errors)} errors, code {code}")
     if len(errors) > 1 and "preflight" not in str(words):
         faults.append(f"{len(errors)} errors")
-    lines = [line for line in outcome.text.split("\n") if line.strip() and not hostile._LOG_LINE.match(line)]
-    if code and isinstance(attempt.words, tuple) and len(lines) > 1 and words[0] in hostile._ONE_LINE:
+    lines = [
+        line
+        for line in outcome.text.split("\n")
+        if line.strip() and not hostile._LOG_LINE.match(line)
+    ]
+    if (
+        code
+        and isinstance(attempt.words, tuple)
+        and len(lines) > 1
+        and words[0] in hostile._ONE_LINE
+    ):
         faults.append(f"{len(lines)} lines")
     return faults
 
 
-def _traces(attempt: Try, world: World, outcome: Outcome, before: dict[Path, bytes], names: set[Path]) -> list[str]:
+def _traces(
+    attempt: Try, world: World, outcome: Outcome, before: dict[Path, bytes], names: set[Path]
+) -> list[str]:
     """Faults of the time, the memory and the files"""
     faults = []
     if outcome.silence_s - outcome.starved_s > hostile.SILENCE_S:
@@ -109,11 +148,17 @@ def _traces(attempt: Try, world: World, outcome: Outcome, before: dict[Path, byt
     failed = outcome.code and outcome.code not in attempt.codes
     given = (path for path in before if failed or world.folder / "runs" not in path.parents)
     after = _state(world)
-    faults += [f"lost {path.relative_to(world.folder)}" for path in given if after.get(path) != before[path]]
+    faults += [
+        f"lost {path.relative_to(world.folder)}"
+        for path in given
+        if after.get(path) != before[path]
+    ]
     if outcome.code and (world.folder / "o").exists():
         faults.append("left something behind")
     return faults + [
-        f"half-written {path.name}" for path in set(world.folder.rglob("*")) - names if ".partial" in path.name
+        f"half-written {path.name}"
+        for path in set(world.folder.rglob("*")) - names
+        if ".partial" in path.name
     ]
 
 
@@ -127,10 +172,15 @@ def judge(name: str, attempt: Try, world: World) -> None:
             word = word.replace(key, str(value))
         return word
 
-    before, names = _state(world), set(world.folder.rglob("*"))
+    before = _state(world)
+    names = set(world.folder.rglob("*"))
     rescue = threading.Timer(hostile.LIMIT_S + 20, _end, (world,))
     rescue.start()
-    words = ["sh", "-c", placed(attempt.words)] if isinstance(attempt.words, str) else [*map(placed, attempt.words)]
+    words = (
+        ["sh", "-c", placed(attempt.words)]
+        if isinstance(attempt.words, str)
+        else [*map(placed, attempt.words)]
+    )
     outcome = run(words, world.folder, {})  # type: ignore[arg-type]
     rescue.cancel()
     end = time.monotonic() + 45
@@ -146,10 +196,14 @@ def judge(name: str, attempt: Try, world: World) -> None:
         except AssertionError as error:
             faults.append(f"result: {str(error)[:300]}")
     if hostile.LOG:
-        line = next((line for line in outcome.text.splitlines() if hostile._ERROR.match(line)), outcome.text[-200:])
+        line = next(
+            (line for line in outcome.text.splitlines() if hostile._ERROR.match(line)),
+            outcome.text[-200:],
+        )
         with Path(hostile.LOG).open("a") as file:
             file.write(
-                f"{', '.join(faults) or 'ok'} | {name} | code {outcome.code}, {outcome.wall_s:.0f} s, silence "
+                f"{', '.join(faults) or 'ok'} | {name} | code {outcome.code}, "
+                f"{outcome.wall_s:.0f} s, silence "
                 f"{outcome.silence_s:.0f} s, {outcome.memory_bytes >> 20} MiB | "
                 f"{line.replace(str(world.folder), '.')[:240]!r}\n"
             )
@@ -168,7 +222,8 @@ def no_escape(world: World, outcome: Outcome) -> None:
     assert "\x1b" not in outcome.text, "an escape reached the terminal"
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# -----------------------------------------------------------------------------------------------------------------
+# data
 PREVIEW = ("data", "preview", "{r}")
 SHOW = ("config", "show", "{r}")
 D = "data.train.path={w}/d"
@@ -224,7 +279,8 @@ def count(number: int) -> Callable[[World, Outcome], object]:
 PARQUET = (*PREVIEW, D + ".parquet")
 QUICK: dict[str, Try] = {
     "data: a folder with a pickle": Try((*PREVIEW, D), evil_pickle("d/train.pkl")),
-    "data: a folder with a script": Try((*PREVIEW, D), together(text("d/d.py", "open('canary', 'w')\n"), lines("d/train.jsonl", ROWS)), "either"),
+    "data: a folder with a script": Try((*PREVIEW, D), together(text("d/d.py", "open('canary', "
+                                                                               "'w')\n"), lines("d/train.jsonl", ROWS)), "either"),
     "data: a folder whose card names another file": Try((*PREVIEW, D), text("d/README.md", "---\nconfigs:\n- config_name: default\n  data_files: ../tiny.yaml\n---\n")),
     "data: an archive that climbs": Try((*PREVIEW, D), archive("d/train.zip", "../../canary", "{}"), "either"),
     "data: a folder of shards of a pickle's name": Try((*PREVIEW, D), together(evil_pickle("d/train-00000-of-00002.pkl"), lines("d/train-00001-of-00002.jsonl", ROWS)), "either"),
@@ -241,7 +297,8 @@ QUICK: dict[str, Try] = {
     "lines: 30,000 equal rows": Try((*PREVIEW, D + ".jsonl"), lines("d.jsonl", ROWS * 3_750), "either"),
     "lines: answers of numbers and of text": Try((*PREVIEW, D + ".jsonl"), lines("d.jsonl", [row | {"answer": int(row["answer"]) if n % 2 else row["answer"]} for n, row in enumerate(ROWS)]), "either"),
     "data: a suffix of a million letters": Try(PREVIEW, lambda w: w.config(data__prompt_suffix="x" * 200_000), "either"),
-    # ------------------------------------------------------------------------------------------ YAML, overrides, numbers
+    # ------------------------------------------------------------------------------------------
+    # YAML, overrides, numbers
     "override: 5,000 parts": Try((*SHOW, "run" + ".a" * 5000 + "=1")),
     "override: item 1,000,000,000": Try((*SHOW, "evaluation.benchmarks.1000000000.path=x")),
     "override: item -1": Try((*SHOW, "evaluation.benchmarks.-1.path=x")),
@@ -261,7 +318,8 @@ QUICK: dict[str, Try] = {
     "plan: 1e9 samples a prompt": Try(("plan", "{r}", "batch.samples_per_prompt=1000000000"), end="either"),
     "plan: a search on 65,536 nodes": Try(("plan", "{r}", "--search", "resources.nodes=65536", "resources.gpus_per_node=8"), end="either"),
     "plan: a comparison of a run without GPUs": Try(("plan", "{r}", "--compare", "--search"), end="either"),
-    # ----------------------------------------------------------------------------------------------------- results of runs
+    # -----------------------------------------------------------------------------------------------------
+    # results of runs
     "compare: names with a script": Try(("compare", *RUNS, "--out", "{w}/page"), together(TWO, lambda w: _named(w, "</script><script>alert(1)</script>")), "either", lambda w, o: _page(w, o)),
     "compare: a name with a command of LaTeX": Try(("compare", *RUNS, "--out", "{w}/page", "--latex", "{w}/t.tex"), together(TWO, lambda w: _named(w, "\\input{/etc/passwd} 50 % $x$")), "either", lambda w, o: _table(w, o)),
     "diversity: vectors over other arrays": Try(("diversity", *RUNS, "--embedder", "hashed", "--out", "{w}/page", "--save", "{w}/x.npz"), together(TWO, lambda w: np.savez(w.folder / "x.npz", weights=np.ones(9)))),
@@ -279,7 +337,8 @@ QUICK: dict[str, Try] = {
     "paper: a run that is a pipe": Try(("paper", "table1", "--scale", "laptop", "--dry-run", "--dir", "{w}/p"), pipe("p/tiny-pacs-s0"), "either"),
     "paper: an exit code and results of nonsense": Try(("paper", "table1", "--scale", "laptop", "--dry-run", "--dir", "{w}/p"), together(text("p/tiny-pacs-s0/exit_code", "zero"), text("p/tiny-pacs-s0/config.yaml", "[1"), text("p/tiny-pacs-s0/eval/results.json", "[1]"), text("p/tiny-base/eval/results.json", '{"metrics": 7}')), "either"),
     "paper: inputs behind a dangling link": Try(("paper", "table1", "--scale", "laptop", "--dry-run", "--dir", "{w}/p"), together(text("p/x", ""), link("p/inputs", "nowhere")), "either"),
-    # --------------------------------------------------------------------------------------------------------------- models
+    # ---------------------------------------------------------------------------------------------------------------
+    # models
     "model: a shard upwards": Try(("convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o"), lambda w: _sharded(w, "../model.safetensors")),
     "model: a shard that has no such tensor": Try(("convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o"), lambda w: _sharded(w, "b.safetensors", other=True)),
     "model: links into a cache of blobs": Try(("convert", "to-megatron", "--hf", "{m}", "--out", "{w}/new"), lambda w: _blobs(w), "works"),
@@ -306,7 +365,10 @@ def _tar(world: World) -> None:
 def _named(world: World, name: str) -> None:
     import yaml
 
-    world.text("runs/b/config.yaml", yaml.safe_dump({"run": {"name": name, "seed": 1}, "objective": {"name": name}}))
+    world.text(
+        "runs/b/config.yaml",
+        yaml.safe_dump({"run": {"name": name, "seed": 1}, "objective": {"name": name}}),
+    )
     rows = [{"step": n, "reward/mean": 0.1, name: 0.5, "eval/x/pass@1": 0.1} for n in range(3)]
     world.text("runs/b/metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -332,7 +394,9 @@ def _sharded(world: World, name: str, *, other: bool = False) -> None:
     if other:
         save_file({"x": np.ones(3, np.float32)}, world.model / name)
     files = dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": name}
-    world.text("model/model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files}))
+    world.text(
+        "model/model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files})
+    )
 
 
 def _blobs(world: World) -> None:
@@ -342,12 +406,26 @@ def _blobs(world: World) -> None:
         path.symlink_to(f"../blobs/{number}")
 
 
-# ------------------------------------------------------------------------------------------- permissions, tools, services
+# -------------------------------------------------------------------------------------------
+# permissions, tools, services
 USER = "R='setpriv --bounding-set=-dac_override,-dac_read_search'; $R true || exit 0; "
 """A root without its right to read and write everything."""
 SLEEP = "#!/bin/sh\nexec sleep 300\n"
 NONSENSE = "#!/bin/sh\nhead -c 3000 /dev/urandom\nprintf '\\033[2J\\n7\\n' >&2\nexit 3\n"
-TOOLS = ("nvidia-smi", "bwrap", "squeue", "sacct", "sinfo", "scontrol", "lfs", "quota", "git", "hostname", "ip", "df")
+TOOLS = (
+    "nvidia-smi",
+    "bwrap",
+    "squeue",
+    "sacct",
+    "sinfo",
+    "scontrol",
+    "lfs",
+    "quota",
+    "git",
+    "hostname",
+    "ip",
+    "df",
+)
 
 
 def tools(content: str, *names: str) -> Arrange:
@@ -365,10 +443,13 @@ IN_BIN = "PATH={w}/bin:$PATH "
 SCRIPTS: dict[str, Try] = {
     "permission: data": Try(USER + "chmod 000 {w}/train.jsonl; $R $P data preview {r}"),
     "permission: configuration": Try(USER + "chmod 000 {r}; $R $P config show {r}"),
-    "permission: weights": Try(USER + "chmod 000 {m}/model.safetensors; $R $P convert to-megatron --hf {m} --out {w}/o"),
+    "permission: weights": Try(USER + "chmod 000 {m}/model.safetensors; $R $P convert to-megatron "
+                                      "--hf {m} --out {w}/o"),
     "permission: a run": Try(USER + "chmod 000 {w}/runs/a; $R $P status {w}/runs/a", TWO),
-    "permission: metrics of a run": Try(USER + "chmod 000 {w}/runs/a/metrics.jsonl; $R $P compare {w}/runs/a --out {w}/o", TWO),
-    "permission: an output": Try(USER + "mkdir {w}/ro; chmod 555 {w}/ro; $R $P convert to-megatron --hf {m} --out {w}/ro/o"),
+    "permission: metrics of a run": Try(USER + "chmod 000 {w}/runs/a/metrics.jsonl; $R $P compare "
+                                               "{w}/runs/a --out {w}/o", TWO),
+    "permission: an output": Try(USER + "mkdir {w}/ro; chmod 555 {w}/ro; $R $P convert "
+                                        "to-megatron --hf {m} --out {w}/ro/o"),
     "permission: a reward": Try(USER + "chmod 000 {w}/reward.py; $R $P data preview {r}"),
     "tools that hang: doctor": Try(IN_BIN + "$P doctor", tools(SLEEP), "either"),
     "tools that hang: preflight": Try(IN_BIN + "$P preflight {r}", tools(SLEEP), "either"),
@@ -392,7 +473,12 @@ def test_the_world_is_odd(name: str, original: World, tmp_path: Path) -> None:
 def test_a_hub_that_drips(original: World, tmp_path: Path) -> None:
     with serving(drip) as url:
         fetch = f"HF_HUB_OFFLINE=0 HF_ENDPOINT={url[:-2]} timeout -s INT 30 $P fetch {{r}} model.path=some/model"
-        in_copy("fetch: a hub that drips", Try(fetch, end="either", codes=(124, 130)), original, tmp_path)
+        in_copy(
+            "fetch: a hub that drips",
+            Try(fetch, end="either", codes=(124, 130)),
+            original,
+            tmp_path,
+        )
 
 
 @pytest.mark.full

@@ -25,13 +25,16 @@ from tests.integration.test_hostile_verbs import TWO
 from tests.support.hostile import Arrange, Outcome, World, run
 
 AGAIN = TRAIN + "run.steps=3 "
-RUN, AHEAD = "runs/tiny", "runs/ahead/checkpoints/step_000001"
+RUN = "runs/tiny"
+AHEAD = "runs/ahead/checkpoints/step_000001"
 THREE = rows(1, 2, 3)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run `tiny` of two steps, and a run `ahead` whose newest checkpoint has samples of a later step."""
+    """A run `tiny` of two steps, and a run `ahead` whose newest checkpoint has samples of a later
+    step.
+    """
     found = Trained(tmp_path_factory.mktemp("trained"))
     words = ("parallel.tp=1", "run.name=ahead", "rollout.max_staleness=1")
     ended = run(["train", found.world.run, *words], found.world.folder, {})
@@ -143,7 +146,8 @@ def sampled(change: Callable[[Path], object]) -> Arrange:
 BUFFER = TRAIN + "run.name=ahead rollout.max_staleness=1 run.steps=2"
 AGAIN_EVAL = EVAL + "--out {w}/runs/e"
 CASES: dict[str, Try] = {
-    # ------------------------------------------------------------------------------------------------ folders in each other
+    # ------------------------------------------------------------------------------------------------
+    # folders in each other
     "a run in the folder of checkpoints": Try(TRAIN + "run.dir={w}/runs/tiny run.name=checkpoints"),
     "a run in the folder of an export": Try(TRAIN + "run.dir={w}/runs/tiny run.name=hf"),
     "notes beside the exported model": Try(AGAIN, text(RUN + "/hf/notes.txt", "years of work"), "either", _kept(RUN + "/hf/notes.txt")),
@@ -158,11 +162,13 @@ CASES: dict[str, Try] = {
     "a configuration of nonsense in the run": Try(AGAIN, text(RUN + "/config.yaml", "run: {seed: [\n\x00"), "either", if_works(THREE)),
     "a run without permission": Try(USER + "chmod -R a-w {w}/runs/tiny; $R " + AGAIN, TWO),
     "the same command on a run that has ended": Try(TRAIN, TWO, "works", rows(1, 2)),
-    # -------------------------------------------------------------------------------------------------- inputs that changed
+    # --------------------------------------------------------------------------------------------------
+    # inputs that changed
     "two tokens have changed places": Try(AGAIN, _swapped_tokens, "either", _says("tokenizer")),
     "as many other problems": Try(AGAIN, text("train.jsonl", "".join(json.dumps({"problem": f"{n} - 1 = ?", "answer": "1"}) + "\n" for n in range(16))), "either", _says("train.jsonl", "data set", "problems")),
     "another order of the data": Try(AGAIN + "data.shuffle=false", TWO),
-    # --------------------------------------------------------------------------------------------------------- forged state
+    # ---------------------------------------------------------------------------------------------------------
+    # forged state
     "a version of -1": Try(AGAIN, state(policy_version=-1)),
     "a digest of text": Try(AGAIN, state(digest=["x"]), "works", THREE),
     "an optimizer of format 99": Try(AGAIN, state(optimizer_format=99)),
@@ -173,7 +179,8 @@ CASES: dict[str, Try] = {
     "weights with a fitting manifest": Try(AGAIN, _distcp, "either", if_works(THREE)),
     "a common part of nonsense": Try(AGAIN, _common),
     "the first step as the second": Try(AGAIN, _step_of_another),
-    # -------------------------------------------------------------------------------------------------------- forged samples
+    # --------------------------------------------------------------------------------------------------------
+    # forged samples
     "a token beyond the vocabulary": Try(BUFFER, forged(AHEAD, "buffer.safetensors", lambda t: t["token_ids"].__setitem__(3, 2**30))),
     "a negative token": Try(BUFFER, forged(AHEAD, "buffer.safetensors", lambda t: t["token_ids"].__setitem__(slice(None), -5))),
     "offsets that go back": Try(BUFFER, forged(AHEAD, "buffer.safetensors", lambda t: t["offsets"].__setitem__(1, 10**12))),
@@ -181,13 +188,22 @@ CASES: dict[str, Try] = {
     "labels of 7": Try(BUFFER, forged(AHEAD, "buffer.safetensors", lambda t: t["labels"].__setitem__(slice(None), 7))),
     "samples of unknown prompts": Try(BUFFER, forged(AHEAD, "buffer.json", lambda t: t.update(prompt_ids=["x/1"] * 16))),
     "samples of step 99": Try(BUFFER, forged(AHEAD, "buffer.json", lambda t: t["steps"][0].update(step=99))),
-    # ------------------------------------------------------------------------------------------------------------ evaluation
+    # ------------------------------------------------------------------------------------------------------------
+    # evaluation
     "an evaluation whose last line is cut": Try(AGAIN_EVAL, sampled(lambda p: os.truncate(p, p.stat().st_size - 30)), "works"),
     "an evaluation with line ends of Windows": Try(AGAIN_EVAL, sampled(lambda p: p.write_bytes(p.read_bytes().replace(b"\n", b"\r\n"))), "either"),
     "two evaluations of two seeds in one folder": Try(EVAL + "--out {w}/x > {w}/first 2>&1 & " + EVAL + "run.seed=7 --out {w}/x; a=$?; wait $!; b=$?; test $(($a * $b)) = 0 && exit 7", TWO, "either", None, (7,)),
-    "two exports of one step": Try("$P export {w}/runs/tiny --step 1 > {w}/first 2>&1 & $P export {w}/runs/tiny --step 1; a=$?; wait $!; b=$?; test -s {w}/runs/tiny/hf_exports/step_000001/config.json -a $(($a * $b)) = 0 && exit 7", TWO, "either", None, (7,)),
-    "an export of a step that goes": Try(TRAIN + "run.steps=12 checkpoint.keep_last=1 > {w}/first 2>&1 & for n in 1 2 3; do sleep 5; $P export {w}/runs/tiny --out {w}/x$n || break; done; a=$?; wait $! || exit 1; exit $a", SLOW, "either", whole_rows),
-    "a second writer through a link": Try("ln -s runs {w}/way; " + TRAIN + "run.steps=9 > {w}/first 2>&1 & sleep 12; " + TRAIN + "run.steps=3 run.dir={w}/way; a=$?; wait $! || exit 9; exit $a", SLOW, "error", whole_rows),
+    "two exports of one step": Try("$P export {w}/runs/tiny --step 1 > {w}/first 2>&1 & $P export "
+                                   "{w}/runs/tiny --step 1; a=$?; wait $!; b=$?; test -s "
+                                   "{w}/runs/tiny/hf_exports/step_000001/config.json -a $(($a * "
+                                   "$b)) = 0 && exit 7", TWO, "either", None, (7,)),
+    "an export of a step that goes": Try(TRAIN + "run.steps=12 checkpoint.keep_last=1 > {w}/first "
+                                                 "2>&1 & for n in 1 2 3; do sleep 5; $P export "
+                                                 "{w}/runs/tiny --out {w}/x$n || break; done; "
+                                                 "a=$?; wait $! || exit 1; exit $a", SLOW, "either", whole_rows),
+    "a second writer through a link": Try("ln -s runs {w}/way; " + TRAIN + "run.steps=9 > "
+                                                                           "{w}/first 2>&1 & "
+                                                                           "sleep 12; " + TRAIN + "run.steps=3 run.dir={w}/way; a=$?; wait $! || exit 9; exit $a", SLOW, "error", whole_rows),
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""A second set of hostile and careless users, written after the faults of test_hostile_world.py were fixed.
+"""A second set of hostile and careless users, written after the faults of test_hostile_world.py
+were fixed.
 
-Includes, layouts, evaluation, run folders in use, servers that are other programs, paths of every command.
+Includes, layouts, evaluation, run folders in use, servers that are other programs, paths of every
+command.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def text(name: str, content: str | bytes) -> Callable[[World], Any]:
     return lambda world: world.text(name, content)
 
 
-# ------------------------------------------------------------------------------------------------------------- includes
+# -------------------------------------------------------------------------------------------------------------
+# includes
 def _include(value: str) -> Callable[[World], Any]:
     return lambda w: w.text("tiny.yaml", f"include: {value}\n" + w.run.read_text())
 
@@ -34,7 +37,10 @@ def _include(value: str) -> Callable[[World], Any]:
 def _fan(world: World) -> None:
     for number in range(120):
         world.text(f"part{number}.yaml", "{}")
-    world.text("tiny.yaml", f"include: [{', '.join(f'part{n}.yaml' for n in range(120))}]\n" + world.run.read_text())
+    world.text(
+        "tiny.yaml",
+        f"include: [{', '.join(f'part{n}.yaml' for n in range(120))}]\n" + world.run.read_text(),
+    )
 
 
 def _two_links(world: World) -> None:
@@ -57,7 +63,8 @@ for _name, _arrange in {
 }.items():
     case(f"include: {_name}", "config", "show", "{r}", arrange=_arrange)
 
-# ------------------------------------------------------------------------------------------- layouts and combinations
+# -------------------------------------------------------------------------------------------
+# layouts and combinations
 for _words in (
     *(("parallel.tp=0",), ("parallel.tp=1", "parallel.pp=3"), ("parallel.vpp=2",), ("parallel.ep=2",), ("parallel.cp=0",)),
     *(("parallel.tp=1", "parallel.sequence_parallel=true"), ("parallel.recompute.modules=[moe]",), ("parallel.recompute.modules=[]",)),
@@ -78,7 +85,13 @@ for _words in (
 ):  # fmt: skip
     case(f"train {' '.join(_words)}", "train", "{r}", *_words)
 for _words in (
-    *(("--ranks", "3"), ("--ranks", "0x2"), ("--ranks", "-2"), ("--ranks",), ("--ranks", "2", "parallel.tp=4")),
+    *(
+        ("--ranks", "3"),
+        ("--ranks", "0x2"),
+        ("--ranks", "-2"),
+        ("--ranks",),
+        ("--ranks", "2", "parallel.tp=4"),
+    ),
 ):
     case(f"config explain {' '.join(_words)}", "config", "explain", "{r}", *_words)
 for _words in (
@@ -87,9 +100,11 @@ for _words in (
 ):  # fmt: skip
     case(f"plan {' '.join(_words)}", "plan", "{r}", *_words)
 
-# ------------------------------------------------------------------------------------------------------------ evaluation
+# ------------------------------------------------------------------------------------------------------------
+# evaluation
 BENCHMARK = (
-    "evaluation.benchmarks=[{{path: '{w}/train.jsonl', columns: {{problem: problem, answer: answer}}}}]",
+    "evaluation.benchmarks=[{{path: '{w}/train.jsonl', columns: {{problem: problem, answer: "
+    "answer}}}}]",
     "evaluation.sampling={{max_response_tokens: 4}}",
 )
 
@@ -105,13 +120,27 @@ case("eval: without benchmarks", "eval", "{r}")
 case("eval: k above n", "eval", "{r}", *BENCHMARK, "evaluation.k=[64]")
 case("eval: k of nothing", "eval", "{r}", *BENCHMARK, "evaluation.k=[]")
 case("eval: without sampling", "eval", "{r}", BENCHMARK[0])
-case("eval: missing benchmark", "eval", "{r}", BENCHMARK[0].replace("train.jsonl", "none.jsonl"), BENCHMARK[1])
+case(
+    "eval: missing benchmark",
+    "eval",
+    "{r}",
+    BENCHMARK[0].replace("train.jsonl", "none.jsonl"),
+    BENCHMARK[1],
+)
 case("eval: data as model", "eval", "{r}", *BENCHMARK, "--model", "{w}/train.jsonl")
 case(
-    "eval: model without tokenizer", "eval", "{r}", *BENCHMARK, arrange=lambda w: (w.model / "tokenizer.json").unlink()
+    "eval: model without tokenizer",
+    "eval",
+    "{r}",
+    *BENCHMARK,
+    arrange=lambda w: (w.model / "tokenizer.json").unlink(),
 )
 case(
-    "eval: model without weights", "eval", "{r}", *BENCHMARK, arrange=lambda w: (w.model / "model.safetensors").unlink()
+    "eval: model without weights",
+    "eval",
+    "{r}",
+    *BENCHMARK,
+    arrange=lambda w: (w.model / "model.safetensors").unlink(),
 )
 case("eval: checkpoint as model", "eval", "{r}", *BENCHMARK, "--model", "{c}")
 case("eval: out below a file", "eval", "{r}", *BENCHMARK, "--out", "{r}/x")
@@ -125,7 +154,8 @@ case(
     arrange=lambda w: w.model_json("config.json", vocab_size=64),
 )
 
-# ---------------------------------------------------------------------------------------------------------- paths
+# ----------------------------------------------------------------------------------------------------------
+# paths
 for _words in (
     ("convert", "to-megatron", "--hf", "{m}", "--out", "/dev/full/x"),
     ("convert", "to-megatron", "--hf", "{m}", "--out", "/proc/o"),
@@ -169,7 +199,8 @@ for _words in (
     case(" ".join(_words)[:80], *_words)
 
 
-# ------------------------------------------------------------------------------------------------------------ run folder
+# ------------------------------------------------------------------------------------------------------------
+# run folder
 def _lease(world: World) -> None:
     """The lock of this test's own process, which lives."""
     from dataclasses import asdict
@@ -186,7 +217,13 @@ for _name, _file, _content in (
     ("configuration is binary", "config.yaml", bytes(range(256))),
     ("configuration of another model", "config.yaml", "run: {name: tiny}\nmodel: {path: other}\n"),
 ):
-    case(f"run folder: {_name}", "train", "{r}", "parallel.tp=1", arrange=text(f"runs/tiny/{_file}", _content))
+    case(
+        f"run folder: {_name}",
+        "train",
+        "{r}",
+        "parallel.tp=1",
+        arrange=text(f"runs/tiny/{_file}", _content),
+    )
 
 case(
     "logs: an attempt of letters",
@@ -205,7 +242,8 @@ case(
 case("export: a step of 30 digits", "export", "{w}/runs/tiny", arrange=text(f"runs/tiny/checkpoints/step_{'9' * 30}/manifest.json", "{}"))  # fmt: skip
 case("export: an empty manifest", "export", "{w}/runs/tiny", arrange=text("runs/tiny/checkpoints/step_000001/manifest.json", "{}"))  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------------------ preflight
+# ------------------------------------------------------------------------------------------------------------
+# preflight
 SERVERS = "rollout={{engine: sglang, servers: {{python: %s, device: cpu, start_timeout_s: 5}}, sampling: {{max_response_tokens: 12}}, sync: {{transport: disk}}}}"  # fmt: skip
 for _name, _python in {
     "nothing": "[/nonexistent/python]",
@@ -227,9 +265,12 @@ for _name, _environ in {
     case(f"preflight: {_name}", "preflight", "{r}", environ=_environ)
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------
+# data
 def _rows(*rows: str | bytes) -> Callable[[World], Any]:
-    return lambda w: w.text("d.jsonl", b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows))
+    return lambda w: w.text(
+        "d.jsonl", b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows)
+    )
 
 
 for _name, _arrange in {
@@ -246,16 +287,21 @@ for _name, _arrange in {
     "a row in the middle is cut": _rows('{"problem": "x", "answer": "1"}', '{"problem": "y"', '{"problem": "z", "answer": "1"}'),
     "all too long": _rows(json.dumps({"problem": "long " * 400, "answer": "1"})),
 }.items():  # fmt: skip
-    case(f"data: {_name}", "data", "preview", "{r}", "data.train.path={w}/d.jsonl", arrange=_arrange)
+    case(
+        f"data: {_name}", "data", "preview", "{r}", "data.train.path={w}/d.jsonl", arrange=_arrange
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------------------------------------
+# weights
 def _rename(change: Callable[[str], str]) -> Callable[[World], Any]:
     return lambda w: w.header(lambda h: {change(name): entry for name, entry in h.items()})
 
 
 def _without(word: str) -> Callable[[World], Any]:
-    return lambda w: w.header(lambda h: {name: entry for name, entry in h.items() if word not in name})
+    return lambda w: w.header(
+        lambda h: {name: entry for name, entry in h.items() if word not in name}
+    )
 
 
 for _name, _arrange in {
@@ -269,7 +315,16 @@ for _name, _arrange in {
     "a pipe": lambda w: (w.model / "model.safetensors").unlink() or os.mkfifo(w.model / "model.safetensors"),
     "a link to itself": lambda w: (w.model / "model.safetensors").unlink() or (w.model / "model.safetensors").symlink_to("model.safetensors"),
 }.items():  # fmt: skip
-    case(f"weights: {_name}", "convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o", arrange=_arrange)
+    case(
+        f"weights: {_name}",
+        "convert",
+        "to-megatron",
+        "--hf",
+        "{m}",
+        "--out",
+        "{w}/o",
+        arrange=_arrange,
+    )
 
 
 @pytest.mark.parametrize("name", in_tiers(CASES, every=2))

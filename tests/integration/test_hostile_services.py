@@ -1,4 +1,5 @@
-"""The second half of the seventh set: reward servers, other services, clusters, tokenizers, variables, odd files, clocks.
+"""The second half of the seventh set: reward servers, other services, clusters, tokenizers,
+variables, odd files, clocks.
 
 Written before the code was read for it; `test_hostile_states.py` has the other half.
 """
@@ -34,7 +35,8 @@ quiet = QUIET.add
 PREVIEW = ("data", "preview", "{r}")
 SHOW = ("config", "show", "{r}")
 
-# ----------------------------------------------------------------------------------------------- servers of other people
+# -----------------------------------------------------------------------------------------------
+# servers of other people
 Behaviour = Callable[[socket.socket, bytes], None]
 """Responds to a request, its head and body."""
 
@@ -54,7 +56,14 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
                     return
                 request += piece
             head, _, body = request.partition(b"\r\n\r\n")
-            size = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"), 0)
+            size = next(
+                (
+                    int(line[15:])
+                    for line in head.lower().split(b"\r\n")
+                    if line[:15] == b"content-length:"
+                ),
+                0,
+            )
             while len(body) < size:
                 body += connection.recv(65536)
             behaviour(connection, body)
@@ -78,7 +87,14 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
 
 def reply(body: bytes | str, *headers: str, status: str = "200 OK") -> bytes:
     data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", "Connection: close", *headers, "", ""]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"Content-Length: {len(data)}",
+        "Connection: close",
+        *headers,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + data
 
 
@@ -86,7 +102,9 @@ def always(body: bytes | str, *headers: str, status: str = "200 OK") -> Behaviou
     return lambda connection, _: connection.sendall(reply(body, *headers, status=status))
 
 
-def rewards(of: Callable[[int], Any], *headers: str, encode: Callable[[bytes], bytes] = lambda data: data) -> Behaviour:
+def rewards(
+    of: Callable[[int], Any], *headers: str, encode: Callable[[bytes], bytes] = lambda data: data
+) -> Behaviour:
     """A body for the number of samples of the request."""
 
     def respond(connection: socket.socket, body: bytes) -> None:
@@ -139,17 +157,21 @@ SERVERS: dict[str, Behaviour] = {
     "4 TiB compressed": rewards(lambda n: "x", "Content-Encoding: gzip", encode=lambda _: gzip.compress(bytes(50_000_000))),
     "no content": always("", status="204 No Content"),
     "unauthorized": always('{"error": "\x1b[2J"}', status="401 Unauthorized"),
-    "too many requests for a year": always("", "Retry-After: 31536000", status="429 Too Many Requests"),
+    "too many requests for a year": always("", "Retry-After: 31536000", status="429 Too Many "
+                                                                               "Requests"),
     "a redirect to itself": always("", "Location: /x", status="307 Temporary Redirect"),
     "a redirect to a file": always("", "Location: file:///etc/passwd", status="302 Found"),
     "status 999": always("{}", status="999 \xff"),
     "a drip": drip,
     "chunks without an end": chunks,
     "continue without an end": continued,
-    "a length of -1": lambda connection, _: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n{}"),
+    "a length of -1": lambda connection, _: connection.sendall(b"HTTP/1.1 200 "
+                                                               b"OK\r\nContent-Length: "
+                                                               b"-1\r\n\r\n{}"),
     "a version of 0.9": lambda connection, _: connection.sendall(b'{"rewards": [1]}'),
     "a banner of ssh": lambda connection, _: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
-    "a cut body": lambda connection, _: connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"rewards": [1'),
+    "a cut body": lambda connection, _: connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: '
+                                                           b'99\r\n\r\n{"rewards": [1'),
     "a million headers": lambda connection, _: connection.sendall(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 1_000_000),
 }  # fmt: skip
 HTTP = "reward={{name: http, url: '{url}', timeout_s: 6}}"
@@ -161,7 +183,10 @@ def test_reward_servers(name: str, judged: World, tmp_path: Path) -> None:
     """Existing samples are judged by a server; nothing of the earlier results changes."""
     world = copy_world(judged, tmp_path / "world")
     with serving(SERVERS[name]) as url:
-        words = [word.format(r=world.run, w=world.folder) for word in (*REJUDGE, HTTP.replace("{url}", url))]
+        words = [
+            word.format(r=world.run, w=world.folder)
+            for word in (*REJUDGE, HTTP.replace("{url}", url))
+        ]
         check(f"reward server: {name}", world, words, {})
     shutil.rmtree(world.folder, ignore_errors=True)
 
@@ -173,7 +198,9 @@ def _json_for_all(body: str) -> Behaviour:
 OTHERS: dict[str, Behaviour] = {
     "an empty object for everything": _json_for_all("{}"),
     "a list for everything": _json_for_all("[]"),
-    "another kind of server": _json_for_all('{"object": "list", "data": [{"id": "gpt-4", "object": "model"}]}'),
+    "another kind of server": _json_for_all(
+        '{"object": "list", "data": [{"id": "gpt-4", "object": "model"}]}'
+    ),
     "a page of a proxy": always("<html>log in</html>", "Content-Type: text/html"),
     "a server that is silent": silent,
     "a drip": drip,
@@ -186,7 +213,8 @@ def test_services_in_place_of_sglang(name: str, original: World, tmp_path: Path)
     world = copy_world(original, tmp_path / "world")
     with serving(OTHERS[name]) as url:
         rollout = (
-            f"rollout={{engine: sglang, urls: ['{url[:-2]}'], sampling: {{max_response_tokens: 12}}, "
+            f"rollout={{engine: sglang, urls: ['{url[:-2]}'], sampling: {{max_response_tokens: "
+            f"12}}, "
             "sync: {transport: disk}, all_down_after_s: 8}"
         )
         check(f"sglang: {name}", world, ["train", world.run, "parallel.tp=1", rollout], {})
@@ -209,31 +237,41 @@ for _name, _urls in {
     case(
         f"urls: {_name}",
         *SHOW,
-        f"rollout={{{{engine: sglang, urls: {_value}, sampling: {{{{max_response_tokens: 9}}}}, sync: {{{{transport: disk}}}}}}}}",
+        f"rollout={{{{engine: sglang, urls: {_value}, sampling: {{{{max_response_tokens: 9}}}}, "
+        f"sync: {{{{transport: disk}}}}}}}}",
     )
 FORMAT = "{{name: format, pattern: x}}"
 for _name, _value in {
     "no components": "{{name: weighted, components: []}}",
-    "a weight of nan": "{{name: weighted, label_threshold: 0.5, components: [{{weight: .nan, reward: " + FORMAT + "}}]}}",
-    "a weight of 1e308 twice": "{{name: weighted, label_threshold: 0.5, components: [{{weight: 1e308, reward: " + FORMAT + "}}, {{weight: 1e308, reward: " + FORMAT + "}}]}}",
-    "weighted in weighted": "{{name: weighted, label_threshold: 0.5, components: [{{weight: 1, reward: {{name: weighted, components: [{{weight: 1, reward: " + FORMAT + "}}]}}}}]}}",
-    "a threshold that nothing reaches": "{{name: weighted, label_threshold: 9, components: [{{weight: 1, reward: " + FORMAT + "}}]}}",
-    "a component without its weight": "{{name: weighted, label_threshold: 0.5, components: [{{reward: " + FORMAT + "}}]}}",
+    "a weight of nan": "{{name: weighted, label_threshold: 0.5, components: [{{weight: .nan, "
+                       "reward: " + FORMAT + "}}]}}",
+    "a weight of 1e308 twice": "{{name: weighted, label_threshold: 0.5, components: [{{weight: "
+                               "1e308, reward: " + FORMAT + "}}, {{weight: 1e308, reward: " + FORMAT + "}}]}}",
+    "weighted in weighted": "{{name: weighted, label_threshold: 0.5, components: [{{weight: 1, "
+                            "reward: {{name: weighted, components: [{{weight: 1, reward: " + FORMAT + "}}]}}}}]}}",
+    "a threshold that nothing reaches": "{{name: weighted, label_threshold: 9, components: "
+                                        "[{{weight: 1, reward: " + FORMAT + "}}]}}",
+    "a component without its weight": "{{name: weighted, label_threshold: 0.5, components: "
+                                      "[{{reward: " + FORMAT + "}}]}}",
     "weights as a map": "{{name: weighted, label_threshold: 0.5, components: {{format: 1}}}}",
     "a threshold of infinity": "{{name: http, url: 'http://a:1/x', label_threshold: .inf}}",
     "a key in the address": "{{name: http, url: 'http://user:secret@a:1/x'}}",
-    "the name of a variable with a space": "{{name: http, url: 'http://a:1/x', api_key_env: 'MY KEY'}}",
+    "the name of a variable with a space": "{{name: http, url: 'http://a:1/x', api_key_env: 'MY "
+                                           "KEY'}}",
     "an address of a file": "{{name: http, url: 'file:///etc/passwd'}}",
     "a pattern without an end": "{{name: format, pattern: '(a|b'}}",
     "a pattern of 100,000 groups": "{{name: format, pattern: '" + "(" * 5000 + ")" * 5000 + "'}}",
 }.items():  # fmt: skip
     case(f"reward: {_name}", *SHOW, "reward=" + _value)
 
-# ----------------------------------------------------------------------------------------------------- clusters and sweeps
+# -----------------------------------------------------------------------------------------------------
+# clusters and sweeps
 for _name, _content in {
     "a container of no runtime": "name: c\npython: [python]\ncontainer: {image: x}\n",
-    "a runtime of no name": "name: c\npython: [python]\ncontainer: {image: x, runtime: lxd, mounts: []}\n",
-    "a mount without a target": "name: c\npython: [python]\ncontainer: {image: x, runtime: pyxis, mounts: ['']}\n",
+    "a runtime of no name": "name: c\npython: [python]\ncontainer: {image: x, runtime: lxd, "
+    "mounts: []}\n",
+    "a mount without a target": "name: c\npython: [python]\ncontainer: {image: x, runtime: pyxis, "
+    "mounts: ['']}\n",
     "a variable with a line end": 'name: c\npython: [python]\nenv: {A: "x\\ny", "B=C": d}\n',
     "a variable with an equals sign": "name: c\npython: [python]\nenv: {'B=C': d}\n",
     "no interpreter": "name: c\npython: []\n",
@@ -244,7 +282,8 @@ for _name, _content in {
     "an argument with a NUL": 'name: c\npython: [python]\nsrun_args: ["a\\0b"]\n',
     "a partition of two lines": 'name: c\npython: [python]\npartition: "a\\n#SBATCH --account=b"\n',
     "a launcher of no name": "name: c\npython: [python]\nlauncher: mpirun\n",
-    "an interface with a command": "name: c\npython: [python]\nnetwork_interface: 'lo; touch canary'\n",
+    "an interface with a command": "name: c\npython: [python]\nnetwork_interface: 'lo; touch "
+    "canary'\n",
 }.items():
     case(f"cluster: {_name}", *SUBMIT, "{w}/cluster.yaml", arrange=text("cluster.yaml", _content))
 for _words in (
@@ -257,7 +296,8 @@ for _words in (
 quiet("submit: --sweep run.dir=a,b", *SUBMIT, "local", "--sweep", "run.dir=a,b")
 
 
-# --------------------------------------------------------------------------------------------- tokenizers, chat templates
+# ---------------------------------------------------------------------------------------------
+# tokenizers, chat templates
 def tokenizer(change: Callable[[dict[str, Any]], object]) -> Arrange:
     def edit(world: World) -> None:
         path = world.model / "tokenizer.json"
@@ -301,7 +341,8 @@ for _name, _arrange in {
     quiet(f"tokenizer: {_name}", *PREVIEW, arrange=_arrange)
 quiet("tokenizer: a pattern of a million years", *PREVIEW, arrange=together(LONG, tokenizer(lambda t: t.update(pre_tokenizer=SPLIT))))  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------ variables, odd files
+# ------------------------------------------------------------------------------------------------
+# variables, odd files
 for _name, _command, _environ in (
     ("offline of a word", PREVIEW, {"HF_HUB_OFFLINE": "maybe"}),
     ("a level of no name", PREVIEW, {"TRANSFORMERS_VERBOSITY": "loud"}),
@@ -343,7 +384,8 @@ for _name, _command, _arrange in (
     ("a name with a line end and an escape", ("config", "show", "{w}/a\n\x1b[2Jb.yaml"), lambda w: None),
     ("a cluster behind a socket", (*SUBMIT, "{w}/s.yaml"), unix_socket("s.yaml")),
     ("a run behind a socket", ("status", "{w}/s"), unix_socket("s")),
-    ("logs of a pipe", ("logs", "{w}/runs/x"), together(text("runs/x/config.yaml", "run: {name: x}\n"), text("runs/x/logs/y", ""), pipe("runs/x/logs/rank0.log"))),
+    ("logs of a pipe", ("logs", "{w}/runs/x"), together(text("runs/x/config.yaml", "run: {name: "
+                                                                                   "x}\n"), text("runs/x/logs/y", ""), pipe("runs/x/logs/rank0.log"))),
 ):  # fmt: skip
     case(f"files: {_name}", *_command, arrange=_arrange)
 
@@ -360,11 +402,15 @@ def test_works_or_one_clear_line(name: str, original: World, tmp_path: Path) -> 
     check_case(name, QUIET[name], original, tmp_path, may_work=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- clocks
+# ----------------------------------------------------------------------------------------------------------------
+# clocks
 CLOCKS = {
-    "backwards": "import time\nreal = time.time\nstart = real()\ntime.time = lambda: 2 * start - real()\n",
-    "of 1970": "import time\nreal = time.time\nstart = real()\ntime.time = lambda: real() - start\n",
-    "of the year 9999": "import time\nreal = time.time\nstart = real()\ntime.time = lambda: 253402200000 + real() - start\n",
+    "backwards": "import time\nreal = time.time\nstart = real()\ntime.time = lambda: 2 * start - "
+    "real()\n",
+    "of 1970": "import time\nreal = time.time\nstart = real()\ntime.time = lambda: real() - "
+    "start\n",
+    "of the year 9999": "import time\nreal = time.time\nstart = real()\ntime.time = lambda: "
+    "253402200000 + real() - start\n",
     "that jumps": "import random, time\ntime.time = lambda: random.uniform(0, 4e9)\n",
 }
 
@@ -375,9 +421,18 @@ def test_a_run_with_a_clock(name: str, original: World, tmp_path: Path) -> None:
     """The run ends as with another clock."""
     world = copy_world(original, tmp_path / "world")
     world.text("site/sitecustomize.py", CLOCKS[name])
-    environ = {"PYTHONPATH": os.pathsep.join([str(world.folder / "site"), str(Path(__file__).parents[2])])}
-    outcome = check(f"clock: {name}", world, ["train", world.run, "parallel.tp=1"], environ, may_work=True)
+    environ = {
+        "PYTHONPATH": os.pathsep.join([str(world.folder / "site"), str(Path(__file__).parents[2])])
+    }
+    outcome = check(
+        f"clock: {name}", world, ["train", world.run, "parallel.tp=1"], environ, may_work=True
+    )
     assert outcome.code == 0, outcome.text[-3000:]
-    rows = [json.loads(line) for line in (world.folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (world.folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2]
-    assert not [key for row in rows for key, value in row.items() if key.startswith("time") and value < 0]
+    assert not [
+        key for row in rows for key, value in row.items() if key.startswith("time") and value < 0
+    ]

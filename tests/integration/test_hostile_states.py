@@ -1,4 +1,5 @@
-"""The first half of the seventh set: runs whose state was changed, results judged again, certificates, two at once.
+"""The first half of the seventh set: runs whose state was changed, results judged again,
+certificates, two at once.
 
 Written before the code was read for it; `test_hostile_services.py` has the other half.
 """
@@ -19,7 +20,16 @@ import yaml
 from tests.integration.test_hostile_files import folder, link, pipe, text, together
 from tests.integration.test_hostile_life import STEP, TRAIN, Trained
 from tests.integration.test_hostile_verbs import BENCHMARK, COMPARE, DIVERSITY, RUNS, SAMPLE, TWO
-from tests.support.hostile import Arrange, Cases, World, check, check_case, copy_world, make_world, run
+from tests.support.hostile import (
+    Arrange,
+    Cases,
+    World,
+    check,
+    check_case,
+    copy_world,
+    make_world,
+    run,
+)
 
 CASES = Cases()
 case = CASES.add
@@ -40,14 +50,17 @@ def unix_socket(name: str) -> Arrange:
     return make
 
 
-# ------------------------------------------------------------------------------------------- a run that continues, changed
+# ------------------------------------------------------------------------------------------- a run
+# that continues, changed
 def copied(old: str, new: str) -> Arrange:
     def copy(world: World) -> None:
         target = world.folder / new
         if target.is_dir():
             shutil.rmtree(target)
         found = world.folder / old
-        shutil.copytree(found, target, symlinks=True) if found.is_dir() else shutil.copyfile(found, target)
+        shutil.copytree(found, target, symlinks=True) if found.is_dir() else shutil.copyfile(
+            found, target
+        )
 
     return copy
 
@@ -65,7 +78,9 @@ def forged(name: str, **changes: object) -> Arrange:
         for key, value in entry.items() if isinstance(entry, dict) else ():
             entry[key] = len(path.read_bytes()) if isinstance(value, int) else digest
         if isinstance(entry, list):
-            tree["files"][name] = [len(path.read_bytes()) if isinstance(value, int) else digest for value in entry]
+            tree["files"][name] = [
+                len(path.read_bytes()) if isinstance(value, int) else digest for value in entry
+            ]
         manifest.write_text(json.dumps(tree))
 
     return forge
@@ -86,7 +101,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     words = ("run.name=other", "run.seed=9", "batch.updates_per_step=1")
     ended = run(["train", found.world.run, "parallel.tp=1", *words], found.world.folder, {})
     assert ended.code == 0, ended.text
-    copy = shutil.copytree(found.world.folder / "runs/other", found.copy / "runs/other", symlinks=True)
+    copy = shutil.copytree(
+        found.world.folder / "runs/other", found.copy / "runs/other", symlinks=True
+    )
     assert (copy / "checkpoints/step_000002").is_dir()
     return found
 
@@ -149,7 +166,8 @@ RESUMES: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "a stray shard": (text(f"{STEP}/dist/__9_9.distcp", bytes(99)), AGAIN),
     "a row without its end": (half_of(f"{RUN}/metrics.jsonl"), AGAIN),
     "rows that end in zeros": (zeros_after(f"{RUN}/metrics.jsonl"), AGAIN),
-    "rows of another run": (text(f"{RUN}/metrics.jsonl", '{"step": 7, "x": 1}\n{"step": 8, "x": 1}\n'), AGAIN),
+    "rows of another run": (text(f"{RUN}/metrics.jsonl", '{"step": 7, "x": 1}\n{"step": 8, "x": '
+                                                         '1}\n'), AGAIN),
     "rows in a wrong order": (lambda w: w.text(f"{RUN}/metrics.jsonl", "".join(sorted((w.folder / RUN / "metrics.jsonl").read_text().splitlines(keepends=True), reverse=True))), AGAIN),
     "no rows": (text(f"{RUN}/metrics.jsonl", ""), AGAIN),
     "rows in a folder": (folder(f"{RUN}/metrics.jsonl"), AGAIN),
@@ -169,7 +187,8 @@ RESUMES: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "heartbeats in a file": (lambda w: [shutil.rmtree(w.folder / RUN / "heartbeats", ignore_errors=True), w.text(f"{RUN}/heartbeats", "x")], AGAIN),
     "logs in a file": (lambda w: [shutil.rmtree(w.folder / RUN / "logs", ignore_errors=True), w.text(f"{RUN}/logs", "x")], AGAIN),
     "a report to a full disk": (link(f"{RUN}/report.html", "/dev/full"), AGAIN),
-    "a red certificate": (text(f"{RUN}/certificate/certificate.json", '{"result": "red", "digest": "x"}'), AGAIN),
+    "a red certificate": (text(f"{RUN}/certificate/certificate.json", '{"result": "red", '
+                                                                      '"digest": "x"}'), AGAIN),
     "a certificate of a list": (text(f"{RUN}/certificate/certificate.json", "[1]"), AGAIN),
     "a certificate without keys": (text(f"{RUN}/certificate/certificate.json", "{}"), AGAIN),
     "an export in a file": (lambda w: [shutil.rmtree(w.folder / RUN / "hf"), w.text(f"{RUN}/hf", "x")], AGAIN),
@@ -180,12 +199,40 @@ RESUMES: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "a clock of 1970": (lambda w: [os.utime(path, (1, 1)) for path in w.folder.rglob("*")], AGAIN),
 }  # fmt: skip
 FAILS = {
-    *("the first step's files in the second's folder", "the first step's state", "the first step's weights"),
-    *("a forged step of -1", "a forged step of 1e30", "a forged state of text", "a manifest without files"),
-    *("a manifest of files upwards", "a manifest of a later format", "the checkpoints of another run"),
-    *("one checkpoint of another run", "the folder of another run", "rows in a folder", "rows behind a dangling link"),
-    *("rollouts in a file", "a lock in a folder", "a lock without an end", "a lock that is a socket"),
-    *("a red certificate", "a certificate of a list", "a certificate without keys", "checkpoints that are a file"),
+    *(
+        "the first step's files in the second's folder",
+        "the first step's state",
+        "the first step's weights",
+    ),
+    *(
+        "a forged step of -1",
+        "a forged step of 1e30",
+        "a forged state of text",
+        "a manifest without files",
+    ),
+    *(
+        "a manifest of files upwards",
+        "a manifest of a later format",
+        "the checkpoints of another run",
+    ),
+    *(
+        "one checkpoint of another run",
+        "the folder of another run",
+        "rows in a folder",
+        "rows behind a dangling link",
+    ),
+    *(
+        "rollouts in a file",
+        "a lock in a folder",
+        "a lock without an end",
+        "a lock that is a socket",
+    ),
+    *(
+        "a red certificate",
+        "a certificate of a list",
+        "a certificate without keys",
+        "checkpoints that are a file",
+    ),
     *("no reward function", "the identity and the checkpoints of another run"),
 }
 """Those that have to fail. The others may continue with rows 1, 2, 3, or end with one line."""
@@ -201,18 +248,29 @@ def test_a_changed_run(name: str, trained: Trained) -> None:
     kept = ("checkpoints", "rollouts", "metrics.jsonl", "hf")
 
     def state() -> dict[Path, bytes]:
-        found = (path for part in kept for path in (world.folder / RUN / part, *(world.folder / RUN / part).rglob("*")))
+        found = (
+            path
+            for part in kept
+            for path in (world.folder / RUN / part, *(world.folder / RUN / part).rglob("*"))
+        )
         return {path: path.read_bytes() for path in found if path.is_file()}
 
     before = state()
     outcome = check(
-        f"resume: {name}", world, [word.format(r=world.run) for word in words], {}, may_work=name not in FAILS
+        f"resume: {name}",
+        world,
+        [word.format(r=world.run) for word in words],
+        {},
+        may_work=name not in FAILS,
     )
     if outcome.code:
         lost = [path.name for path, content in before.items() if state().get(path) != content]
         assert not lost, f"{lost}\n{outcome.text[-3000:]}"
     elif words == AGAIN:
-        rows = [json.loads(line) for line in (world.folder / RUN / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (world.folder / RUN / "metrics.jsonl").read_text().splitlines()
+        ]
         assert rows[-1]["step"] == 3, outcome.text[-3000:]
 
 
@@ -220,7 +278,14 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "step 1 of another run's folder": ("export", "{w}/other", "--step", "1", "--out", "{w}/o"),
     "into a socket": ("export", "{w}/" + RUN, "--out", "{w}/s"),
     "a name of 300 letters": ("export", "{w}/" + RUN, "--out", "{w}/" + "o" * 300),
-    "a step of the year": ("export", "{w}/" + RUN, "--step", "99999999999999999999", "--out", "{w}/o"),
+    "a step of the year": (
+        "export",
+        "{w}/" + RUN,
+        "--step",
+        "99999999999999999999",
+        "--out",
+        "{w}/o",
+    ),
     "the newest of swapped weights": ("export", "{w}/other", "--out", "{w}/o"),
 }
 
@@ -236,7 +301,8 @@ def test_exports(name: str, trained: Trained) -> None:
     check(f"export: {name}", world, [word.format(w=world.folder) for word in EXPORTS[name]], {})
 
 
-# ------------------------------------------------------------------------------------------------- results judged again
+# -------------------------------------------------------------------------------------------------
+# results judged again
 EVALUATE = (
     "eval",
     "{r}",
@@ -290,27 +356,43 @@ JUDGED: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "samples of 2 GiB": (samples(lambda p: os.truncate(p, 2**31)), REJUDGE),
     "another benchmark": (text("train.jsonl", '{"problem": "7 + 7 = ?", "answer": "14"}\n'), REJUDGE),
     "more samples a prompt": (TWO, (*REJUDGE, "evaluation.samples_per_prompt=3")),
-    "a reward that prints and ends": (text("reward.py", "import os\n\n\ndef reward(p, r):\n    print('x' * 10**6)\n    os._exit(0)\n"), REJUDGE),
+    "a reward that prints and ends": (text("reward.py", "import os\n\n\ndef reward(p, r):\n    "
+                                                        "print('x' * 10**6)\n    os._exit(0)\n"), REJUDGE),
     "a reward that raises": (text("reward.py", "def reward(p, r):\n    raise KeyError('\\n\\x1b[2J')\n"), REJUDGE),
     "a reward of infinity": (text("reward.py", "def reward(p, r):\n    return float('inf')\n"), REJUDGE),
     "a reward of half": (text("reward.py", "def reward(p, r):\n    return 0.5\n"), REJUDGE),
     "a coroutine": (text("reward.py", "async def reward(p, r):\n    return 1.0\n"), REJUDGE),
     "a generator": (text("reward.py", "def reward(p, r):\n    yield 1.0\n"), REJUDGE),
-    "details without an end": (text("reward.py", "from pacs_megatron.contracts import Judgement\nA = {}\nA['a'] = A\n\n\ndef reward(p, r):\n    return Judgement(1.0, A)\n"), REJUDGE),
+    "details without an end": (text("reward.py", "from pacs_megatron.contracts import "
+                                                 "Judgement\nA = {}\nA['a'] = A\n\n\ndef "
+                                                 "reward(p, r):\n    return Judgement(1.0, A)\n"), REJUDGE),
     "details of nan": (text("reward.py", "from pacs_megatron.contracts import Judgement\n\n\ndef reward(p, r):\n    return Judgement(1.0, {'a': float('nan'), 'b': b'x', 'c': '\\ud800'})\n"), REJUDGE),
-    "details of 300 MB": (text("reward.py", "from pacs_megatron.contracts import Judgement\n\n\ndef reward(p, r):\n    return Judgement(1.0, {'a': 'x' * 300_000_000})\n"), REJUDGE),
-    "json replaced": (text("reward.py", "import json\njson.dumps = lambda *a, **k: 'x'\n\n\ndef reward(p, r):\n    return 1.0\n"), REJUDGE),
-    "all descriptors closed": (text("reward.py", "import os\n\n\ndef reward(p, r):\n    os.closerange(0, 999)\n    return 1.0\n"), REJUDGE),
+    "details of 300 MB": (text("reward.py", "from pacs_megatron.contracts import "
+                                            "Judgement\n\n\ndef reward(p, r):\n    return "
+                                            "Judgement(1.0, {'a': 'x' * 300_000_000})\n"), REJUDGE),
+    "json replaced": (text("reward.py", "import json\njson.dumps = lambda *a, **k: 'x'\n\n\ndef "
+                                        "reward(p, r):\n    return 1.0\n"), REJUDGE),
+    "all descriptors closed": (text("reward.py", "import os\n\n\ndef reward(p, r):\n    "
+                                                 "os.closerange(0, 999)\n    return 1.0\n"), REJUDGE),
     "KeyboardInterrupt": (text("reward.py", "def reward(p, r):\n    raise KeyboardInterrupt\n"), REJUDGE),
     "a module that hangs": (text("reward.py", "import time\ntime.sleep(20)\nraise SystemExit(0)\n"), REJUDGE),
-    "a module that prints without end": (text("reward.py", "import sys\nsys.stdout.write('x' * 200_000_000)\nraise ImportError('no\\nmodule')\n"), REJUDGE),
+    "a module that prints without end": (text("reward.py", "import sys\nsys.stdout.write('x' * "
+                                                           "200_000_000)\nraise "
+                                                           "ImportError('no\\nmodule')\n"), REJUDGE),
     "a module named as a library": (together(text("json.py", "raise SystemExit('mine')"), text("random.py", "import os; open('canary', 'w')"), text("reward.py", "def reward(p, r):\n    return 'x'\n")), REJUDGE),
-    "a file with a name of 250 letters": (text("r" * 250 + ".py", "def reward(p, r):\n    return []\n"), (*REJUDGE, "reward.function={w}/" + "r" * 250 + ".py:reward")),
+    "a file with a name of 250 letters": (text("r" * 250 + ".py", "def reward(p, r):\n    return "
+                                                                  "[]\n"), (*REJUDGE, "reward.function={w}/" + "r" * 250 + ".py:reward")),
     "a file that is a folder": (folder("reward.py"), REJUDGE),
     "a file that is a socket": (unix_socket("reward.py"), REJUDGE),
 }  # fmt: skip
 MAY_WORK = {
-    *("json replaced", "all descriptors closed", "details of nan", "details of 300 MB", "details without an end"),
+    *(
+        "json replaced",
+        "all descriptors closed",
+        "details of nan",
+        "details of 300 MB",
+        "details without an end",
+    ),
 }
 
 
@@ -325,7 +407,8 @@ def test_judged_again(name: str, judged: World, tmp_path: Path) -> None:
     shutil.rmtree(world.folder, ignore_errors=True)
 
 
-# ------------------------------------------------------------------------------------------------ certify, compare, paper
+# ------------------------------------------------------------------------------------------------
+# certify, compare, paper
 def certified(*words: str) -> tuple[str, ...]:
     return ("certify", "{r}", "parallel.tp=1", *words)
 
@@ -347,14 +430,26 @@ for _name, _file, _content in (
     ("a step of true", "metrics.jsonl", '{"step": true, "reward/mean": 0.1}\n'),
     ("a negative step", "metrics.jsonl", '{"step": -1, "reward/mean": 0.1}\n'),
     ("a score of true", "metrics.jsonl", '{"step": 1, "eval/x/pass@1": true}\n'),
-    ("a score of a thousand digits", "metrics.jsonl", '{"step": 1, "reward/mean": ' + "9" * 1000 + "}\n"),
+    (
+        "a score of a thousand digits",
+        "metrics.jsonl",
+        '{"step": 1, "reward/mean": ' + "9" * 1000 + "}\n",
+    ),
     ("a step far away", "metrics.jsonl", '{"step": 1000000000000000000000, "reward/mean": 0.1}\n'),
     ("a name that is a list", "config.yaml", "run: {name: [a], seed: 1}\n"),
     ("a configuration of a number", "config.yaml", "7\n"),
-    ("a configuration with a tag", "config.yaml", "run: !!python/object/apply:os.system ['touch canary']\n"),
+    (
+        "a configuration with a tag",
+        "config.yaml",
+        "run: !!python/object/apply:os.system ['touch canary']\n",
+    ),
 ):
     case(f"compare: {_name}", *COMPARE, arrange=together(TWO, text(f"runs/b/{_file}", _content)))
-case("compare: metrics behind a socket", *COMPARE, arrange=together(TWO, unix_socket("runs/b/metrics.jsonl")))
+case(
+    "compare: metrics behind a socket",
+    *COMPARE,
+    arrange=together(TWO, unix_socket("runs/b/metrics.jsonl")),
+)
 case("compare: a page of 300 letters", "compare", *RUNS, "--out", "{w}/" + "o" * 300, arrange=TWO)
 for _name, _change in {
     "a label of a half": {"label": 0.5},
@@ -364,16 +459,33 @@ for _name, _change in {
     "a problem of null": {"prompt": None},
     "a label and a failure": {"failure": ["x"]},
 }.items():
-    _rows = [{"digest": "1", "judged_by": {}}, SAMPLE | _change, SAMPLE | _change | {"id": "1:x/0#1"}]
+    _rows = [
+        {"digest": "1", "judged_by": {}},
+        SAMPLE | _change,
+        SAMPLE | _change | {"id": "1:x/0#1"},
+    ]
     case(f"diversity: {_name}", *DIVERSITY, arrange=together(TWO, text("runs/b/eval/samples-1.jsonl", "".join(json.dumps(row) + "\n" for row in _rows))))  # fmt: skip
-case("diversity: a checkpoint as embedder", *DIVERSITY[:3], "--embedder", "{c}", "--out", "{w}/o", arrange=TWO)
+case(
+    "diversity: a checkpoint as embedder",
+    *DIVERSITY[:3],
+    "--embedder",
+    "{c}",
+    "--out",
+    "{w}/o",
+    arrange=TWO,
+)
 
 
 def _own_code(world: World) -> None:
     """A model whose own code writes a file."""
     TWO(world)
-    world.model_json("config.json", model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModel": "evil.M"})
-    world.text("model/evil.py", "open('canary', 'w')\nfrom transformers import Qwen3Config as C, Qwen3Model as M\n")
+    world.model_json(
+        "config.json", model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModel": "evil.M"}
+    )
+    world.text(
+        "model/evil.py",
+        "open('canary', 'w')\nfrom transformers import Qwen3Config as C, Qwen3Model as M\n",
+    )
 
 
 case(
@@ -382,7 +494,13 @@ case(
     arrange=_own_code,
 )
 PAPER = ("paper", "table1", "--scale", "laptop", "--dir")
-case("paper: a folder that is a link to nothing", *PAPER, "{w}/l", "--dry-run", arrange=link("l", "nowhere/x"))
+case(
+    "paper: a folder that is a link to nothing",
+    *PAPER,
+    "{w}/l",
+    "--dry-run",
+    arrange=link("l", "nowhere/x"),
+)
 case("paper: a folder that is a socket", *PAPER, "{w}/s", arrange=unix_socket("s"))
 case("paper: below a device", *PAPER, "/dev/null/x")
 case("paper: a folder of 300 letters", *PAPER, "{w}/" + "p" * 300)
@@ -399,17 +517,31 @@ def test_one_clear_line(name: str, original: World, tmp_path: Path) -> None:
     check_case(name, CASES[name], original, tmp_path, may_work=name in UNREAD)
 
 
-# ---------------------------------------------------------------------------------------------------------- two at once
+# ----------------------------------------------------------------------------------------------------------
+# two at once
 BOTH = "a=$?; wait $!; b=$?; "
 AT_ONCE: dict[str, str] = {
-    "two certificates into one folder": "$P certify {r} parallel.tp=1 & $P certify {r} parallel.tp=1; " + BOTH + "test $(($a * $b)) = 0 -a $(($a + $b)) != 0 && exit 7",
-    "two exports into one folder": "$P export {w}/runs/tiny --out {w}/x & $P export {w}/runs/tiny --out {w}/x; " + BOTH + "test $(($a * $b)) = 0 -a -s {w}/x/config.json && exit 7",
-    "an export while the run trains": "$P train {r} parallel.tp=1 run.steps=6 & sleep 3; $P export {w}/runs/tiny --step 1 --out {w}/x; " + BOTH + "test $b = 0 && exit 7",
-    "two runs in one folder": "$P train {r} parallel.tp=1 run.steps=6 & $P train {r} parallel.tp=1 run.steps=6; " + BOTH + "test $(($a * $b)) = 0 -a $(($a + $b)) != 0 && exit 7",
-    "a cancel during the start": "$P train {r} parallel.tp=1 run.steps=900 & for i in $(seq 60); do $P cancel {w}/runs/tiny --save && break; sleep 1; done; " + BOTH + "test $b = 75 -o $b = 0 && exit 7",
-    "a STOP file before the start": "touch {w}/runs/tiny/STOP; timeout 120 $P train {r} parallel.tp=1 run.steps=5; test $? = 75 -o $? = 0 && exit 7",
-    "a status while the lock is taken": "$P train {r} parallel.tp=1 run.steps=5 & for i in 1 2 3; do $P status {w}/runs/tiny || exit 1; done; wait $! && exit 7",
-    "a comparison while a run writes": "$P train {r} parallel.tp=1 run.steps=5 & for i in 1 2 3; do $P compare {w}/runs/tiny --out {w}/x || exit 1; done; wait $! && exit 7",
+    "two certificates into one folder": "$P certify {r} parallel.tp=1 & $P certify {r} "
+                                        "parallel.tp=1; " + BOTH + "test $(($a * $b)) = 0 -a "
+                                                                   "$(($a + $b)) != 0 && exit 7",
+    "two exports into one folder": "$P export {w}/runs/tiny --out {w}/x & $P export {w}/runs/tiny "
+                                   "--out {w}/x; " + BOTH + "test $(($a * $b)) = 0 -a -s "
+                                                            "{w}/x/config.json && exit 7",
+    "an export while the run trains": "$P train {r} parallel.tp=1 run.steps=6 & sleep 3; $P "
+                                      "export {w}/runs/tiny --step 1 --out {w}/x; " + BOTH + "test $b = 0 && exit 7",
+    "two runs in one folder": "$P train {r} parallel.tp=1 run.steps=6 & $P train {r} "
+                              "parallel.tp=1 run.steps=6; " + BOTH + "test $(($a * $b)) = 0 -a "
+                                                                     "$(($a + $b)) != 0 && exit 7",
+    "a cancel during the start": "$P train {r} parallel.tp=1 run.steps=900 & for i in $(seq 60); "
+                                 "do $P cancel {w}/runs/tiny --save && break; sleep 1; done; " + BOTH + "test $b = 75 -o $b = 0 && exit 7",
+    "a STOP file before the start": "touch {w}/runs/tiny/STOP; timeout 120 $P train {r} "
+                                    "parallel.tp=1 run.steps=5; test $? = 75 -o $? = 0 && exit 7",
+    "a status while the lock is taken": "$P train {r} parallel.tp=1 run.steps=5 & for i in 1 2 3; "
+                                        "do $P status {w}/runs/tiny || exit 1; done; wait $! && "
+                                        "exit 7",
+    "a comparison while a run writes": "$P train {r} parallel.tp=1 run.steps=5 & for i in 1 2 3; "
+                                       "do $P compare {w}/runs/tiny --out {w}/x || exit 1; done; "
+                                       "wait $! && exit 7",
 }  # fmt: skip
 
 
@@ -425,7 +557,9 @@ def test_two_at_once(name: str, trained: Trained) -> None:
     assert outcome.code == 7, outcome.text[-4000:]
     assert "Traceback" not in outcome.text and "InternalError" not in outcome.text, outcome.text
     manifest = world.folder / STEP / "manifest.json"
-    assert not manifest.exists() or json.loads(manifest.read_text()) == before  # a run that went on keeps the newest
+    assert (
+        not manifest.exists() or json.loads(manifest.read_text()) == before
+    )  # a run that went on keeps the newest
     for line in (world.folder / RUN / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
 
@@ -438,10 +572,13 @@ def _note(name: str, is_good: bool, output: str) -> None:
             file.write(f"{'ok' if is_good else 'failed'} | {name} | {output[-300:]!r}\n")
 
 
-# -------------------------------------------------------------------------------------------- a configuration of two folders
+# -------------------------------------------------------------------------------------------- a
+# configuration of two folders
 @pytest.mark.full
 def test_one_run_with_the_folder_of_another(trained: Trained, tmp_path: Path) -> None:
-    """Another world's configuration with the run folder of this one: rejected, or a run that reports the changes."""
+    """Another world's configuration with the run folder of this one: rejected, or a run that
+    reports the changes.
+    """
     world = trained.restore()
     other = copy_world(trained.world, tmp_path / "world")
     tree = yaml.safe_load(other.run.read_text())
@@ -450,5 +587,8 @@ def test_one_run_with_the_folder_of_another(trained: Trained, tmp_path: Path) ->
     other.model_json("config.json", rope_theta=54321.0)
     other.run.write_text(yaml.safe_dump(tree))
     check(
-        "resume: the folder of another configuration", world, ["train", other.run, "parallel.tp=1", "run.steps=3"], {}
+        "resume: the folder of another configuration",
+        world,
+        ["train", other.run, "parallel.tp=1", "run.steps=3"],
+        {},
     )

@@ -1,6 +1,8 @@
-"""More hostile and careless users: other kinds of cases than test_hostile_inputs.py, written without a look at the code.
+"""More hostile and careless users: other kinds of cases than test_hostile_inputs.py, written
+without a look at the code.
 
-Environment, streams and limits of the process, files that a download left broken, reward functions, run folders, clusters.
+Environment, streams and limits of the process, files that a download left broken, reward functions,
+run folders, clusters.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ CASES = Cases()
 case = CASES.add
 
 
-# -------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------
+# command line
 TO_HF = ("convert", "to-hf", "--checkpoint", "{c}", "--out", "{w}/o")
 TO_MEGATRON = ("convert", "to-megatron", "--hf", "{m}", "--out", "{w}/o")
 for _words in (
@@ -51,7 +54,8 @@ for _words in (
 ):  # fmt: skip
     case(" ".join(_words)[:70], *_words)
 
-# ------------------------------------------------------------------------------------------------------- configuration
+# -------------------------------------------------------------------------------------------------------
+# configuration
 for _word in (
     *("run.steps==3", "__class__=1", "run={{", "run.steps=0x10", "run.steps=1_000", "run.steps=true", "run.steps=null"),
     *("run.steps=1e3", "rollout=embedded", "objective=pacs", "reward=math", "data.train=[a]", "data.train.columns=problem"),
@@ -61,7 +65,8 @@ for _word in (
     *("reward.timeout_s=0", "reward.timeout_s=.inf", "reward.timeout_s=1e300", "reward.memory_limit_gib=1e-9"),
     *("reward.workers=1000000", "logging.wandb={{project: x}}", "checkpoint.keep_last=0", "data.limit=0", "data.train.limit=0"),
     *("data.train.split=''", "data.chat_template_args={{messages: x}}", "data.chat_template_args={{max_length: -5}}"),
-    *("data.chat_template_args={{tools: 3}}", "data.chat_template_args={{continue_final_message: true}}", "model.path=."),
+    *("data.chat_template_args={{tools: 3}}", "data.chat_template_args={{continue_final_message: "
+                                              "true}}", "model.path=."),
     *("data.chat_template_args={{return_dict: true}}", 'run.name="\\e[2J"', 'run.name="a\\u202eb"', "model.path=s3://b/x", "model.path=~nobody-here/x"),
     *("model.path={w}/train.jsonl", "model.path=C:\\\\models\\\\x", "model.path=https://huggingface.co/Qwen/Qwen3-8B"),
     *("data.train.path=https://h/x.jsonl", "data.train.path={w}/*.jsonl", "data.train.path={w}/x.csv", "data.train.path=."),
@@ -88,7 +93,13 @@ for _name, _content in {
     "only a comment": "# nothing\n",
     "windows-1252": "run: {name: 'caf\xe9'}\n".encode("latin-1"),
 }.items():
-    case(f"file: {_name}", "config", "show", "{r}", arrange=lambda w, c=_content: w.text("tiny.yaml", c))  # type: ignore[misc]
+    case(
+        f"file: {_name}",
+        "config",
+        "show",
+        "{r}",
+        arrange=lambda w, c=_content: w.text("tiny.yaml", c),
+    )  # type: ignore[misc]
 
 
 def _loop(world: World) -> None:
@@ -104,7 +115,8 @@ def _pipe(world: World) -> None:
 case("file: a symbolic link to itself", "config", "show", "{r}", arrange=_loop)
 case("file: a pipe", "config", "show", "{r}", arrange=_pipe)
 
-# --------------------------------------------------------------------------------------- environment, streams, limits
+# ---------------------------------------------------------------------------------------
+# environment, streams, limits
 for _variables in (
     *({"WORLD_SIZE": "abc", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "5", "LOCAL_RANK": "0"}),
     *({"HF_HOME": "/dev/null", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},),
@@ -113,7 +125,11 @@ for _variables in (
     {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
 ):  # fmt: skip
     _name = ", ".join(f"{key}={value}" for key, value in _variables.items())
-    _words = ("train", "{r}") if "HF_HOME" not in _variables else ("fetch", "{r}", "model.path=some/model")
+    _words = (
+        ("train", "{r}")
+        if "HF_HOME" not in _variables
+        else ("fetch", "{r}", "model.path=some/model")
+    )
     case(f"environment {_name}"[:90], *_words, environ=_variables)
 for _name, _script in {
     "standard output is a full disk": "$P config show {r} > /dev/full",
@@ -125,13 +141,17 @@ for _name, _script in {
     "ascii terminal": "LC_ALL=C PYTHONIOENCODING=ascii PYTHONUTF8=0 $P config show {r} run.name=/é",
     "an old locale": "LC_ALL=xx_YY.ISO8859-1 PYTHONUTF8=0 $P train {w}/é.yaml",
     "home is unset": "env -u HOME $P train '~/x.yaml'",
-    "a dead proxy": "HF_HUB_OFFLINE=0 HF_ENDPOINT=http://127.0.0.1:9 http_proxy=garbage $P fetch {r} model.path=some/model",
-    "hub of another scheme": "HF_HUB_OFFLINE=0 HF_ENDPOINT=ftp://x $P fetch {r} model.path=some/model",
-    "token with a line end": "HF_HUB_OFFLINE=0 HF_TOKEN=$(printf 'a\\nb') HF_ENDPOINT=http://127.0.0.1:9 $P fetch {r} model.path=some/model",
+    "a dead proxy": "HF_HUB_OFFLINE=0 HF_ENDPOINT=http://127.0.0.1:9 http_proxy=garbage $P fetch "
+    "{r} model.path=some/model",
+    "hub of another scheme": "HF_HUB_OFFLINE=0 HF_ENDPOINT=ftp://x $P fetch {r} "
+    "model.path=some/model",
+    "token with a line end": "HF_HUB_OFFLINE=0 HF_TOKEN=$(printf 'a\\nb') "
+    "HF_ENDPOINT=http://127.0.0.1:9 $P fetch {r} model.path=some/model",
 }.items():
     case(f"shell: {_name}", "sh", "-c", _script)
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# -----------------------------------------------------------------------------------------------------------------
+# data
 PREVIEW = ("data", "preview", "{r}")
 for _name, (_file, _content) in {
     "a pointer instead of lines": ("d.jsonl", POINTER),
@@ -189,9 +209,15 @@ case(
     "data.train.path={w}/d.jsonl",
     arrange=lambda w: (w.folder / "d.jsonl").symlink_to("x"),
 )
-case("data: a folder", *PREVIEW, "data.train.path={w}/d.jsonl", arrange=lambda w: (w.folder / "d.jsonl").mkdir())
+case(
+    "data: a folder",
+    *PREVIEW,
+    "data.train.path={w}/d.jsonl",
+    arrange=lambda w: (w.folder / "d.jsonl").mkdir(),
+)
 
-# ---------------------------------------------------------------------------------------------------------------- model
+# ----------------------------------------------------------------------------------------------------------------
+# model
 for _name, _file, _content in (
     ("pointer as config.json", "config.json", POINTER),
     ("pointer as weights", "model.safetensors", POINTER),
@@ -200,11 +226,18 @@ for _name, _file, _content in (
     ("null as config.json", "config.json", "null"),
     ("empty weights", "model.safetensors", b""),
     ("eight bytes of weights", "model.safetensors", bytes(8)),
-    ("index of a missing shard", "model.safetensors.index.json", '{"weight_map": {"model.norm.weight": "gone.safetensors"}}'),
+    ("index of a missing shard", "model.safetensors.index.json", '{"weight_map": '
+                                                                 '{"model.norm.weight": '
+                                                                 '"gone.safetensors"}}'),
     ("index without map", "model.safetensors.index.json", '{"metadata": {}}'),
-    ("index to itself", "model.safetensors.index.json", '{"weight_map": {"a": "model.safetensors.index.json"}}'),
+    ("index to itself", "model.safetensors.index.json", '{"weight_map": {"a": '
+                                                        '"model.safetensors.index.json"}}'),
 ):  # fmt: skip
-    case(f"model: {_name}", *TO_MEGATRON, arrange=lambda w, f=_file, c=_content: w.text(f"model/{f}", c))  # type: ignore[misc]
+    case(
+        f"model: {_name}",
+        *TO_MEGATRON,
+        arrange=lambda w, f=_file, c=_content: w.text(f"model/{f}", c),
+    )  # type: ignore[misc]
 
 
 def _only_pickle(world: World) -> None:
@@ -224,7 +257,9 @@ def _longer_weights(world: World) -> None:
 case("model: only pickled weights", *TO_MEGATRON, arrange=_only_pickle)
 case("model: last byte of the weights is missing", *TO_MEGATRON, arrange=_cut_weights)
 case("model: bytes behind the weights", *TO_MEGATRON, arrange=_longer_weights)
-case("model: without config.json", *TO_MEGATRON, arrange=lambda w: (w.model / "config.json").unlink())
+case(
+    "model: without config.json", *TO_MEGATRON, arrange=lambda w: (w.model / "config.json").unlink()
+)
 for _name, _changes in {
     "vocabulary of a billion": {"vocab_size": 10**9},
     "tied as text": {"tie_word_embeddings": "false"},
@@ -239,7 +274,11 @@ for _name, _changes in {
     "layers as boolean": {"num_hidden_layers": True},
     "a family of 10,000 letters": {"model_type": "q" * 10_000},
 }.items():
-    case(f"config.json: {_name}", *TO_MEGATRON, arrange=lambda w, c=_changes: w.model_json("config.json", **c))  # type: ignore[misc]
+    case(
+        f"config.json: {_name}",
+        *TO_MEGATRON,
+        arrange=lambda w, c=_changes: w.model_json("config.json", **c),
+    )  # type: ignore[misc]
 for _name, _change in {
     "metadata of numbers": lambda h: h.update({"__metadata__": {"a": 1}}),
     "metadata as text": lambda h: h.update({"__metadata__": "pt"}),
@@ -254,25 +293,34 @@ for _name, _change in {
 }.items():
     case(f"header: {_name}", *TO_MEGATRON, arrange=lambda w, c=_change: w.header(c))  # type: ignore[misc]
 
-# ----------------------------------------------------------------------------------------------------------- tokenizer
+# -----------------------------------------------------------------------------------------------------------
+# tokenizer
 for _name, _file, _content in (
     ("pointer", "tokenizer.json", POINTER),
     ("list", "tokenizer.json", "[]"),
-    ("unknown model", "tokenizer.json", '{"version": "1.0", "model": {"type": "Magic"}, "added_tokens": []}'),
-    ("template that recurses", "chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+    ("unknown model", "tokenizer.json", '{"version": "1.0", "model": {"type": "Magic"}, '
+                                        '"added_tokens": []}'),
+    ("template that recurses", "chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ "
+                                                      "f() }}"),
     ("template that includes", "chat_template.jinja", "{% include '/etc/passwd' %}"),
     ("template that imports", "chat_template.jinja", "{% import 'os' as os %}{{ os }}"),
     ("template with its own error", "chat_template.jinja", "{{ raise_exception('a\nb\x1b[2Jc') }}"),
     ("template that divides by zero", "chat_template.jinja", "{{ 1 // 0 }}"),
     ("template of bytes", "chat_template.jinja", b"\xff\xfe{{ messages }}"),
-    ("template of ten million letters", "chat_template.jinja", "{{ messages[0].content * 10000000 }}"),
+    ("template of ten million letters", "chat_template.jinja", "{{ messages[0].content * 10000000 "
+                                                               "}}"),
     ("template that changes its input", "chat_template.jinja", "{{ messages.clear() }}"),
     ("template with a surrogate", "chat_template.jinja", "{{ '\\ud800' }}{{ messages[0].content }}"),
     ("template of 2,000 levels", "chat_template.jinja", "{% if 1 %}" * 2000 + "x" + "{% endif %}" * 2000),
     ("settings as a list", "tokenizer_config.json", "[]"),
-    ("end token as a number", "tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": 7}'),
+    ("end token as a number", "tokenizer_config.json", '{"tokenizer_class": '
+                                                       '"PreTrainedTokenizerFast", "eos_token": 7}'),
 ):  # fmt: skip
-    case(f"tokenizer: {_name}", *PREVIEW, arrange=lambda w, f=_file, c=_content: w.text(f"model/{f}", c))  # type: ignore[misc]
+    case(
+        f"tokenizer: {_name}",
+        *PREVIEW,
+        arrange=lambda w, f=_file, c=_content: w.text(f"model/{f}", c),
+    )  # type: ignore[misc]
 for _name, _content in (
     ("end of -1", '{"eos_token_id": -1}'),
     ("end beyond", '{"eos_token_id": 999999}'),
@@ -285,7 +333,8 @@ for _name, _content in (
         arrange=lambda w, c=_content: w.text("model/generation_config.json", c),
     )  # type: ignore[misc]
 
-# ----------------------------------------------------------------------------------------- rewards: code of the user
+# ----------------------------------------------------------------------------------------- rewards:
+# code of the user
 for _name, _content in {
     "syntax error": "def reward(prompt, response:\n",
     "import raises": "raise ValueError('a\\nb')\n",
@@ -300,16 +349,25 @@ for _name, _content in {
     "generator": "def reward(prompt, response):\n    yield 1.0\n",
     "none": "def reward(prompt, response):\n    return None\n",
     "half": "def reward(prompt, response):\n    return 0.5\n",
-    "evil text": "class E(Exception):\n    def __str__(self):\n        raise self\n\n\ndef reward(prompt, response):\n    raise E\n",
+    "evil text": "class E(Exception):\n    def __str__(self):\n        raise self\n\n\ndef "
+    "reward(prompt, response):\n    raise E\n",
     "interrupts": "def reward(prompt, response):\n    raise KeyboardInterrupt\n",
-    "kills its parent's group": "import os, signal\n\n\ndef reward(prompt, response):\n    os.killpg(0, signal.SIGKILL)\n",
-    "closes everything": "import os\n\n\ndef reward(prompt, response):\n    os.closerange(0, 100)\n    return 1.0\n",
-    "writes into the channel": "import os\n\n\ndef reward(prompt, response):\n    [os.write(fd, b'x\\n') for fd in range(3, 9)]\n    return 1.0\n",
+    "kills its parent's group": "import os, signal\n\n\ndef reward(prompt, response):\n    "
+    "os.killpg(0, signal.SIGKILL)\n",
+    "closes everything": "import os\n\n\ndef reward(prompt, response):\n    os.closerange(0, "
+    "100)\n    return 1.0\n",
+    "writes into the channel": "import os\n\n\ndef reward(prompt, response):\n    [os.write(fd, "
+    "b'x\\n') for fd in range(3, 9)]\n    return 1.0\n",
 }.items():
-    _words = PREVIEW if "def reward(prompt, response):" not in _content else ("train", "{r}", "parallel.tp=1")
+    _words = (
+        PREVIEW
+        if "def reward(prompt, response):" not in _content
+        else ("train", "{r}", "parallel.tp=1")
+    )
     case(f"reward: {_name}", *_words, arrange=lambda w, c=_content: w.text("reward.py", c))  # type: ignore[misc]
 
-# ------------------------------------------------------------------------------------------------------------- cluster
+# -------------------------------------------------------------------------------------------------------------
+# cluster
 CLUSTER = {"name": "c", "python": ["python"]}
 for _key, _value in (
     *(("account", "-x"), ("partition", "a b"), ("python", []), ("python", "python"), ("env", {"A B": "1"}), ("env", ["A=1"])),
@@ -326,7 +384,8 @@ for _key, _value in (
     case(f"cluster: {_key}={_value!r}"[:70], *_words, arrange=_cluster)
 
 
-# ------------------------------------------------------------------------------------------------------------ run folder
+# ------------------------------------------------------------------------------------------------------------
+# run folder
 def _in_checkpoint(name: str, content: str | bytes) -> Callable[[World], Any]:
     return lambda w: w.text(f"checkpoint/{name}", content)
 
@@ -345,12 +404,18 @@ for _name, _arrange in {
     "manifest of no files": _manifest(lambda t: t.update(files={})),
     "files as text": _manifest(lambda t: t.update(files="x")),
     "files of null": _manifest(lambda t: t.update(files=dict.fromkeys(t["files"]))),
-    "sizes as text": _manifest(lambda t: [entry.update(bytes="1") for entry in t["files"].values()] and None),
-    "absolute file": _manifest(lambda t: t["files"].update({"/etc/passwd": next(iter(t["files"].values()))})),
+    "sizes as text": _manifest(
+        lambda t: [entry.update(bytes="1") for entry in t["files"].values()] and None
+    ),
+    "absolute file": _manifest(
+        lambda t: t["files"].update({"/etc/passwd": next(iter(t["files"].values()))})
+    ),
     "index of nothing": _in_checkpoint("dist/.metadata", b""),
     "index as page": _in_checkpoint("dist/.metadata", PAGE),
     "config.json is empty": _in_checkpoint("hf/config.json", ""),
-    "weights as pointer": lambda w: [p.write_text(POINTER) for p in w.checkpoint.glob("dist/*.distcp")],
+    "weights as pointer": lambda w: [
+        p.write_text(POINTER) for p in w.checkpoint.glob("dist/*.distcp")
+    ],
     "common.pt runs code": _in_checkpoint("dist/common.pt", b"cos\nsystem\n(S'touch canary'\ntR."),
     "links into nowhere": lambda w: [
         p.unlink() or p.symlink_to("/nonexistent") for p in w.checkpoint.glob("dist/*.distcp")
@@ -377,9 +442,20 @@ for _name, _file, _content in (
     ("newest checkpoint is empty", "checkpoints/step_000009/manifest.json", ""),
     ("newest checkpoint is a page", "checkpoints/step_000009/manifest.json", PAGE),
 ):
-    case(f"run folder: {_name}", "train", "{r}", "parallel.tp=1", arrange=_run_folder(_file, _content))
+    case(
+        f"run folder: {_name}",
+        "train",
+        "{r}",
+        "parallel.tp=1",
+        arrange=_run_folder(_file, _content),
+    )
 case("run folder: it is a file", "train", "{r}", arrange=lambda w: w.text("runs/tiny", "x"))
-case("run folder: status of damage", "status", "{w}/runs/tiny", arrange=_run_folder("metrics.jsonl", b"\xff" * 99))
+case(
+    "run folder: status of damage",
+    "status",
+    "{w}/runs/tiny",
+    arrange=_run_folder("metrics.jsonl", b"\xff" * 99),
+)
 
 
 @pytest.mark.parametrize("name", in_tiers(CASES, every=2))
@@ -392,5 +468,7 @@ def test_the_log_that_a_message_names_stays(original: World, tmp_path: Path) -> 
     world = copy_world(original, tmp_path / "world")
     world.text("reward.py", "import os\nos.write(2, b'the reason')\nos._exit(3)\n")
     outcome = run(["train", world.run, "parallel.tp=1"], world.folder, {})
-    assert outcome.code == 1 and "RewardError: reward worker did not start" in outcome.text, outcome.text
+    assert outcome.code == 1 and "RewardError: reward worker did not start" in outcome.text, (
+        outcome.text
+    )
     assert "the reason" in (world.folder / "runs" / "tiny" / "logs" / "driver.log").read_text()

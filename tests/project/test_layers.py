@@ -61,9 +61,18 @@ def layer_name(parts: Sequence[str]) -> str:
 
 
 def imports(tree: ast.Module, module: str) -> Iterator[tuple[str, int, bool]]:
-    """(imported module, line, at module level) of every import, wherever it stands, TYPE_CHECKING blocks included."""
-    local = {id(node) for function in ast.walk(tree) if is_function(function) for node in ast.walk(function)}
-    typing_only = {id(node) for block in ast.walk(tree) if is_typing_block(block) for node in ast.walk(block)}
+    """(imported module, line, at module level) of every import, wherever it stands, TYPE_CHECKING
+    blocks included.
+    """
+    local = {
+        id(node)
+        for function in ast.walk(tree)
+        if is_function(function)
+        for node in ast.walk(function)
+    }
+    typing_only = {
+        id(node) for block in ast.walk(tree) if is_typing_block(block) for node in ast.walk(block)
+    }
     for node in ast.walk(tree):
         at_start = id(node) not in local and id(node) not in typing_only
         if isinstance(node, ast.Import):
@@ -87,7 +96,10 @@ def is_function(node: ast.AST) -> bool:
 
 
 def is_typing_block(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    return isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
 
 
 def is_import_call(node: ast.Call) -> bool:
@@ -105,7 +117,9 @@ def broken_rules(path: Path, source: str) -> list[str]:
         target = layer_name(rest) if top == "pacs_megatron" and rest else ""
         if target in HEIGHT and layer in HEIGHT and target != layer:
             if HEIGHT[target] >= HEIGHT[layer]:
-                found.append(f"{where}: {layer} may not import {target} (a sibling or a higher layer)")
+                found.append(
+                    f"{where}: {layer} may not import {target} (a sibling or a higher layer)"
+                )
         elif top in ONLY_IMPORTERS and layer not in ONLY_IMPORTERS[top]:
             found.append(f"{where}: only {', '.join(sorted(ONLY_IMPORTERS[top]))} import {top}")
         if top in ("torch", "megatron") and at_start and layer in LIGHT:
@@ -120,7 +134,11 @@ def package_files() -> list[Path]:
 
 
 def test_every_file_has_a_layer() -> None:
-    unknown = {layer_of(path) for path in package_files()} - set(HEIGHT) - {"__init__", "__main__", "workbench.__init__"}
+    unknown = (
+        {layer_of(path) for path in package_files()}
+        - set(HEIGHT)
+        - {"__init__", "__main__", "workbench.__init__"}
+    )
     assert not unknown, f"not in the table of layers: {unknown}"
 
 
@@ -128,7 +146,9 @@ def test_every_file_has_a_layer() -> None:
 def test_layers(layer: str) -> None:
     files = [path for path in package_files() if layer_of(path) == layer]
     assert files, f"{layer} has no file; take it out of the table"
-    broken = [rule for path in files for rule in broken_rules(path, path.read_text(encoding="utf-8"))]
+    broken = [
+        rule for path in files for rule in broken_rules(path, path.read_text(encoding="utf-8"))
+    ]
     assert not broken, "\n".join(broken)
 
 
@@ -136,7 +156,8 @@ def test_core_names_the_workbench_only_in_the_table_of_verbs() -> None:
     named = [
         str(path.relative_to(PACKAGE))
         for path in package_files()
-        if "workbench." in path.read_text(encoding="utf-8") and layer_of(path).split(".")[0] != "workbench"
+        if "workbench." in path.read_text(encoding="utf-8")
+        and layer_of(path).split(".")[0] != "workbench"
     ]
     assert named == ["launch/verbs.py"]
 
@@ -144,11 +165,27 @@ def test_core_names_the_workbench_only_in_the_table_of_verbs() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
-        ("training/x.py", "from pacs_megatron.workbench.evaluation import results", "may not import workbench.evaluation"),
-        ("config/x.py", "from pacs_megatron.models import ModelSpec", "config may not import models"),
-        ("config/x.py", "def f():\n    import pacs_megatron.workbench.plan.plan", "config may not import workbench.plan"),
+        (
+            "training/x.py",
+            "from pacs_megatron.workbench.evaluation import results",
+            "may not import workbench.evaluation",
+        ),
+        (
+            "config/x.py",
+            "from pacs_megatron.models import ModelSpec",
+            "config may not import models",
+        ),
+        (
+            "config/x.py",
+            "def f():\n    import pacs_megatron.workbench.plan.plan",
+            "config may not import workbench.plan",
+        ),
         ("config/x.py", "from ..training import loop", "config may not import training"),
-        ("objectives/x.py", "from pacs_megatron import rewards", "objectives may not import rewards"),
+        (
+            "objectives/x.py",
+            "from pacs_megatron import rewards",
+            "objectives may not import rewards",
+        ),
         ("models/x.py", "import torch.nn as nn", "models may not import torch at module level"),
         (
             "rollout/x.py",
@@ -156,7 +193,11 @@ def test_core_names_the_workbench_only_in_the_table_of_verbs() -> None:
             "only checkpoint, parallel, policy import megatron",
         ),
         ("training/x.py", "import nemo_run", "only launch import nemo_run"),
-        ("launch/x.py", "import importlib\nimportlib.import_module('pacs_megatron.cli')", "launch may not import cli"),
+        (
+            "launch/x.py",
+            "import importlib\nimportlib.import_module('pacs_megatron.cli')",
+            "launch may not import cli",
+        ),
         ("policy/x.py", "from tests.support import ranks", "the package may not import tests"),
     ],
 )
@@ -183,10 +224,13 @@ def test_the_rules_allow(file: str, source: str) -> None:
         "import pacs_megatron.config",
         "import pacs_megatron.contracts, pacs_megatron.models",
         "import pacs_megatron.launch.train",
-        "import pacs_megatron.cli\ntry:\n    pacs_megatron.cli.main(['--help'])\nexcept SystemExit:\n    pass",
+        "import pacs_megatron.cli\ntry:\n    pacs_megatron.cli.main(['--help'])\nexcept "
+        "SystemExit:\n    pass",
     ],
 )
 def test_light_imports_leave_out_what_is_slow(code: str) -> None:
     check = "\nimport sys\nprint(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code + check], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.splitlines()[-1] == "[]"

@@ -1,10 +1,12 @@
-"""Certifies many cases in one session and appends a line of JSON for each to a log; cases in the log are skipped.
+"""Certifies many cases in one session and appends a line of JSON for each to a log; cases in the
+log are skipped.
 
     python -m tests.support.certify_campaign LOG planted
     python -m tests.support.certify_campaign LOG shipped rivals random --seeds 0 200
 
-Each line: kind, case, result, what deviated first, seconds, and the largest deviation of each quantity. The exit code is 1
-if a planted error is green or a correct configuration red. SIGTERM ends it between two cases.
+Each line: kind, case, result, what deviated first, seconds, and the largest deviation of each
+quantity. The exit code is 1 if a planted error is green or a correct configuration red. SIGTERM
+ends it between two cases.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from pacs_megatron.workbench.certify.run import certify, make_case
-from tests.distributed.test_certify import RIVALS, SHIPPED
+from tests.distributed.workbench.certify.test_run import RIVALS, SHIPPED
 from tests.support.policies.certify_runs import KIN_RUNS, UNSEEN, random_run, write_run
 from tests.support.policies.changed_runs import CHANGED, certify_changed
 from tests.support.policies.planted_more import PLANTED
@@ -51,20 +53,26 @@ def cases(kinds: list[str], seeds: range) -> Iterator[tuple[str, str]]:
 
 def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
     """One line of the log."""
-    patch, before, start = pytest.MonkeyPatch(), dict(os.environ), time.monotonic()
+    patch = pytest.MonkeyPatch()
+    before = dict(os.environ)
+    start = time.monotonic()
     try:
-        path, overrides = folder / "run.yaml", []
+        path = folder / "run.yaml"
+        overrides = []
         if kind == "planted":
             path = write_run(folder, PLANTED[name].changes, PLANTED[name].family)
             PLANTED[name].plant(patch)
         elif kind in ("random", "unseen", "kin"):
-            family, changes = random_run(int(name)) if kind == "random" else (UNSEEN | KIN_RUNS)[name]
+            family, changes = (
+                random_run(int(name)) if kind == "random" else (UNSEEN | KIN_RUNS)[name]
+            )
             path = write_run(folder, changes, family)
             make_case(load_config(path), None)
         elif kind == "shipped":
             path = run_file(name)
         elif kind == "rivals":
-            path, overrides = EXAMPLES / f"{name}.yaml", RIVALS[name]
+            path = EXAMPLES / f"{name}.yaml"
+            overrides = RIVALS[name]
         if kind in ("changed", "combinations"):
             certificate = certify_changed(folder, (CHANGED | COMBINATIONS)[name])
         else:
@@ -85,7 +93,9 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
         "result": content["result"],
         "first_deviation": content["first_deviation"],
         "seconds": round(time.monotonic() - start, 1),
-        "largest": {name: float(f"{v:.3g}") if isinstance(v, float) else v for name, v in largest.items()},
+        "largest": {
+            name: float(f"{v:.3g}") if isinstance(v, float) else v for name, v in largest.items()
+        },
     }
 
 
@@ -106,7 +116,11 @@ def main() -> int:
             with options.log.open("a") as log:
                 log.write(json.dumps(line) + "\n")
             print(f"{line['result']:10} {kind} {name}: {line['first_deviation']}", flush=True)
-    wrong = [key for key, line in done.items() if line["result"] == ("green" if key[0] == "planted" else "red")]
+    wrong = [
+        key
+        for key, line in done.items()
+        if line["result"] == ("green" if key[0] == "planted" else "red")
+    ]
     print(f"{len(done)} cases, {len(wrong)} of them wrong: {wrong}")
     return int(bool(wrong))
 

@@ -1,6 +1,9 @@
-"""Fuzz tests: 500 inputs each in `make test-full`; PACS_FUZZ_INPUTS sets another number, for the campaign.
+"""Fuzz tests:
 
-PACS_FUZZ_SEED draws other inputs, so a campaign can run in pieces. PACS_FUZZ_LOG records a line for each test.
+500 inputs each in `make test-full`; PACS_FUZZ_INPUTS sets another number, for the campaign.
+
+PACS_FUZZ_SEED draws other inputs, so a campaign can run in pieces. PACS_FUZZ_LOG records a line for
+each test.
 """
 
 import cProfile
@@ -19,7 +22,10 @@ NUM_INPUTS = int(os.environ.get("PACS_FUZZ_INPUTS", "500"))
 SEED = os.environ.get("PACS_FUZZ_SEED")
 LOG = os.environ.get("PACS_FUZZ_LOG")
 MAX_CALLS = 2_000_000
-"""Function calls of one input, which take seconds at most. A bound that does not depend on the host's speed."""
+"""Function calls of one input, which take seconds at most.
+
+A bound that does not depend on the host's speed.
+"""
 MAX_GROWTH_BYTES = 256 * 2**20
 """Growth of the process's largest resident size after the first input."""
 
@@ -28,7 +34,11 @@ def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[...
     """Marks a hypothesis test as a long one and sets its number of inputs; goes above `@given`."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     configured = settings(
-        max_examples=num_inputs, deadline=None, suppress_health_check=checks, derandomize=SEED is None, database=None
+        max_examples=num_inputs,
+        deadline=None,
+        suppress_health_check=checks,
+        derandomize=SEED is None,
+        database=None,
     )
     handle: Any = test
     handle.hypothesis.inner_test = _bounded(handle.hypothesis.inner_test)
@@ -38,7 +48,9 @@ def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[...
 
 def _bounded(test: Callable[..., Any]) -> Callable[..., Any]:
     """`test`, which fails for an input that needs too many calls or too much memory."""
-    inputs, most, largest_at_first = 0, 0, 0
+    inputs = 0
+    most = 0
+    largest_at_first = 0
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +70,9 @@ def _bounded(test: Callable[..., Any]) -> Callable[..., Any]:
             assert most < MAX_CALLS, f"{most} calls for one input"
             assert growth < MAX_GROWTH_BYTES, f"{growth} bytes of memory"
             if LOG and inputs % 100 == 0:
-                text = f"{inputs} inputs, most calls {most}, growth of memory {growth / 2**20:.0f} MiB"
+                text = (
+                    f"{inputs} inputs, most calls {most}, growth of memory {growth / 2**20:.0f} MiB"
+                )
                 Path(LOG).write_text(f"{test.__module__}::{test.__name__}: {text}\n")
 
     return run
@@ -73,7 +87,10 @@ def json_documents() -> st.SearchStrategy[Any]:
     """Values that JSON can express: finite numbers, text of UTF-8 without NUL, a few levels."""
     text = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
     leaves = (
-        st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+        st.none()
+        | st.booleans()
+        | st.integers(-(10**20), 10**20)
+        | st.floats(allow_nan=False, allow_infinity=False)
     )
     return st.recursive(
         leaves | text,
@@ -94,7 +111,18 @@ def damaged(document: bytes) -> st.SearchStrategy[bytes]:
     pieces = st.one_of(
         st.binary(max_size=6),
         st.sampled_from(
-            [b"[" * 400, b"9" * 5000, b"\\ud800", b"\\u0000", b"null", b"-1", b"1e999", b"NaN", b"{}", b"[]"]
+            [
+                b"[" * 400,
+                b"9" * 5000,
+                b"\\ud800",
+                b"\\u0000",
+                b"null",
+                b"-1",
+                b"1e999",
+                b"NaN",
+                b"{}",
+                b"[]",
+            ]
         ),
     )
     return st.tuples(place, st.integers(0, 12), pieces).map(change)

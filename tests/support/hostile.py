@@ -1,4 +1,5 @@
-"""Runs one hostile command of a user and judges it: one clear line, a non-zero exit, no traceback, no silence.
+"""Runs one hostile command of a user and judges it: one clear line, a non-zero exit, no traceback,
+no silence.
 
 `PACS_HOSTILE_LOG=FILE` records every case.
 """
@@ -33,16 +34,23 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 """So that a hang ends."""
 MEMORY_BYTES = 2 << 30
-"""Data of each process of a command, beyond what it begins with. A command that needs half of it fails its case."""
+"""Data of each process of a command, beyond what it begins with.
+
+A command that needs half of it fails its case.
+"""
 IMPORTS_BYTES = 1 << 29
-"""Limit of the imports of a new process. A fork begins with the resident set of the test process instead."""
+"""Limit of the imports of a new process.
+
+A fork begins with the resident set of the test process instead.
+"""
 SILENCE_S = 10.0
 _ERROR = re.compile(r"^(\w+Error: |fail  )", re.MULTILINE)
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d |.*\r|waiting for ")
 LOG = os.environ.get("PACS_HOSTILE_LOG")
 
 
-# ------------------------------------------------------------------------------------------------------------- a world
+# -------------------------------------------------------------------------------------------------------------
+# a world
 @dataclass(frozen=True)
 class World:
     """A model, its conversion, a data set and a run that would start."""
@@ -78,7 +86,9 @@ class World:
     def text(self, name: str, content: str | bytes) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+        path.write_bytes(
+            content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        )
         return path
 
     def model_json(self, name: str, **changes: Any) -> None:
@@ -103,7 +113,14 @@ class World:
 
 
 _IMPORTED = (
-    *("config.load", "config.schema", "config.checks", "convert.convert", "data.prompts", "data.tokenizer"),
+    *(
+        "config.load",
+        "config.schema",
+        "config.checks",
+        "convert.convert",
+        "data.prompts",
+        "data.tokenizer",
+    ),
     *("launch.submit", "launch.train", "workbench.compare.command", "workbench.diversity"),
     *("workbench.paper.command", "workbench.evaluation.command", "workbench.preflight.command"),
     *("workbench.preflight.doctor", "workbench.certify.command"),
@@ -122,7 +139,9 @@ def make_world(folder: Path) -> World:
     make_tiny_qwen3(world.model)
     found = write_tiny_run(world.folder, world.model)
     found.rename(world.run)
-    done = run(["convert", "to-megatron", "--hf", world.model, "--out", world.checkpoint], world.folder, {})
+    done = run(
+        ["convert", "to-megatron", "--hf", world.model, "--out", world.checkpoint], world.folder, {}
+    )
     assert done.code == 0, done.text
     return world
 
@@ -182,8 +201,12 @@ def _held_bytes(kind: str) -> int:
     return int(kib) << 10
 
 
-def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int) -> tuple[int, int]:
-    """The process of a command, and the bytes with which it begins. Verbs without variables of their own run in a fork, which has the imports already.
+def _start(
+    command: list[str | Path | bytes], folder: Path, environ: dict[str, str], output: int
+) -> tuple[int, int]:
+    """The process of a command, and the bytes with which it begins.
+
+    Verbs without variables of their own run in a fork, which has the imports already.
 
     `sh` as first word starts a shell with the program as `$P`.
     """
@@ -192,7 +215,9 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
         process = subprocess.Popen(
             command if words[:1] == ["sh"] else [*PROGRAM, *command],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "P": " ".join(PROGRAM)} | environ,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "P": " ".join(PROGRAM)}
+            | environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -214,7 +239,8 @@ def _start(command: list[str | Path | bytes], folder: Path, environ: dict[str, s
             os.dup2(output, 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             sys.stdin = os.fdopen(0)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+            sys.stdout = os.fdopen(1, "w", buffering=1)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
             code: Any = 70
             try:
                 code = main(words)
@@ -235,7 +261,8 @@ def run(command: list[str | Path | bytes], folder: Path, environ: dict[str, str]
     os.close(writer)
     timer = threading.Timer(LIMIT_S, lambda: os.killpg(pid, 9))
     timer.start()
-    last, silence = begin, 0.0
+    last = begin
+    silence = 0.0
     parts: list[bytes] = []
     while part := os.read(reader, 65536):
         now = time.monotonic()
@@ -290,15 +317,23 @@ class Cases(dict[str, Case]):
     """The cases of one file by name."""
 
     def add(
-        self, name: str, *command: str, arrange: Arrange = lambda world: None, environ: dict[str, str] | None = None
+        self,
+        name: str,
+        *command: str,
+        arrange: Arrange = lambda world: None,
+        environ: dict[str, str] | None = None,
     ) -> None:
         """`command` may contain {m}odel, {c}heckpoint, {r}un, {w}orld."""
         assert name not in self, name
         self[name] = (arrange, command, environ or {})
 
 
-def check_case(name: str, case: Case, original: World, folder: Path, *, may_work: bool = False) -> None:
-    """Runs a case in its own copy of the world; {m}, {c}, {r}, {w}: its model, checkpoint, run and folder."""
+def check_case(
+    name: str, case: Case, original: World, folder: Path, *, may_work: bool = False
+) -> None:
+    """Runs a case in its own copy of the world; {m}, {c}, {r}, {w}: its model, checkpoint, run and
+    folder.
+    """
     world = copy_world(original, folder / "world")
     arrange, words, environ = case
     arrange(world)
@@ -313,17 +348,29 @@ def _contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """Size and first 64 MiB of every regular file, outside of the folders that runs write."""
     found = {}
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.relative_to(folder).parts[:2] != ("runs", "tiny"):
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and path.relative_to(folder).parts[:2] != ("runs", "tiny")
+        ):
             with path.open("rb") as file:
                 found[path] = path.stat().st_size, file.read(64 << 20)
     return found
 
 
 def check(
-    name: str, world: World, command: list[str | Path | bytes], environ: dict[str, str], *, may_work: bool = False
+    name: str,
+    world: World,
+    command: list[str | Path | bytes],
+    environ: dict[str, str],
+    *,
+    may_work: bool = False,
 ) -> Outcome:
-    """Runs `command` and asserts that it ends as it should; `may_work`: without an error, or with one clear line."""
-    before, contents = set(world.folder.rglob("*")), _contents(world.folder)
+    """Runs `command` and asserts that it ends as it should; `may_work`: without an error, or with
+    one clear line.
+    """
+    before = set(world.folder.rglob("*"))
+    contents = _contents(world.folder)
     outcome = run(command, world.folder, environ)
     errors = _ERROR.findall(outcome.text)
     faults = []
@@ -337,7 +384,9 @@ def check(
         faults.append("traceback")
     if (not errors and outcome.code) or (len(errors) > 1 and command[0] != "preflight"):
         faults.append(f"{len(errors)} errors")
-    lines = [line for line in outcome.text.split("\n") if line.strip() and not _LOG_LINE.match(line)]
+    lines = [
+        line for line in outcome.text.split("\n") if line.strip() and not _LOG_LINE.match(line)
+    ]
     if len(lines) > 1 and command[0] in _ONE_LINE and outcome.code:
         faults.append(f"{len(lines)} lines")
     if outcome.silence_s - outcome.starved_s > SILENCE_S:
@@ -347,19 +396,25 @@ def check(
     if (world.folder / "canary").exists() or (outcome.code and (world.folder / "o").exists()):
         faults.append("left something behind")
     after = _contents(world.folder)
-    given = (path for path in contents if outcome.code or path.parent != world.folder / "e")  # results of a command
+    given = (
+        path for path in contents if outcome.code or path.parent != world.folder / "e"
+    )  # results of a command
     faults += [f"lost {path.name}" for path in given if after.get(path) != contents[path]]
     half = [path for path in set(world.folder.rglob("*")) - before if ".partial" in path.name]
     if half:
         faults.append(f"half-written {half[0].name}")
     if LOG:
-        line = next((line for line in outcome.text.splitlines() if _ERROR.match(line)), outcome.text[-200:])
+        line = next(
+            (line for line in outcome.text.splitlines() if _ERROR.match(line)), outcome.text[-200:]
+        )
         with Path(LOG).open("a") as file:
             verdict = ", ".join(faults) or "ok"
             file.write(
-                f"{verdict} | {name} | code {outcome.code}, {outcome.wall_s:.1f} s, cpu {outcome.cpu_s:.1f} s, "
+                f"{verdict} | {name} | code {outcome.code}, {outcome.wall_s:.1f} s, cpu "
+                f"{outcome.cpu_s:.1f} s, "
                 f"{outcome.memory_bytes >> 20} MiB, starved "
-                f"{outcome.starved_s:.1f} s, longest silence {outcome.silence_s:.1f} s | {line.replace(str(world.folder), '.')[:300]!r}\n"
+                f"{outcome.starved_s:.1f} s, longest silence {outcome.silence_s:.1f} s | "
+                f"{line.replace(str(world.folder), '.')[:300]!r}\n"
             )
     assert not faults, f"{faults}\n{outcome.text[-3000:]}"
     return outcome

@@ -1,4 +1,6 @@
-"""A loopback server with the parts of the hub's HTTP API that its real client uses to read repositories."""
+"""A loopback server with the parts of the hub's HTTP API that its real client uses to read
+repositories.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_API = re.compile(
+    r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?"
+)
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 LFS_SIZE = 4096
 """A file of at least this size is listed as a large file with its SHA-256."""
@@ -42,7 +46,11 @@ class Hub:
 
     def files(self, kind: str, repo: str) -> dict[str, Path]:
         folder = self.folders[kind][repo]
-        return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        return {
+            str(path.relative_to(folder)): path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
 
     def entry(self, name: str, path: Path) -> dict[str, Any]:
         size = self.announced.get(name, path.stat().st_size)
@@ -77,7 +85,7 @@ def serve(models: Mapping[str, Path], datasets: Mapping[str, Path] | None = None
         thread.join()
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its methods' branches count here)
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -94,13 +102,18 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its meth
                 self._error(404, "RepoNotFound")
                 return
             text = body.decode()
-            wanted = json.loads(text)["paths"] if text.startswith("{") else parse_qs(text).get("paths", [])
+            wanted = (
+                json.loads(text)["paths"]
+                if text.startswith("{")
+                else parse_qs(text).get("paths", [])
+            )
             files = hub.files(match[1], match[2])
             self._json([hub.entry(name, files[name]) for name in wanted if name in files])
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
-            api, file = _API.fullmatch(path), _FILE.fullmatch(path)
+            api = _API.fullmatch(path)
+            file = _FILE.fullmatch(path)
             if hub.broken:
                 self._error(500, "Oops")
             elif api is not None and api[2] in hub.folders[api[1]]:
@@ -111,20 +124,44 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its meth
                 self._error(404, "RepoNotFound")
 
         def _api(self, match: re.Match[str]) -> None:
-            kind, repo, what, below = match[1], match[2], match[3], match[5]
+            kind = match[1]
+            repo = match[2]
+            what = match[3]
+            below = match[5]
             files = hub.files(kind, repo)
             if what == "tree":
-                inside = {n: p for n, p in files.items() if not below or fnmatch.fnmatch(n, f"{below}/*") or n == below}
+                inside = {
+                    n: p
+                    for n, p in files.items()
+                    if not below or fnmatch.fnmatch(n, f"{below}/*") or n == below
+                }
                 recursive = "recursive=true" in self.path.lower()
                 top = [
-                    hub.entry(n, p) for n, p in inside.items() if recursive or "/" not in n.removeprefix(f"{below}/")
+                    hub.entry(n, p)
+                    for n, p in inside.items()
+                    if recursive or "/" not in n.removeprefix(f"{below}/")
                 ]
                 self._json(top)
                 return
             siblings = [{"rfilename": name} for name in files]
             gated = "manual" if repo in hub.gated else False
-            info = {"id": repo, "sha": COMMIT, "private": False, "gated": gated, "siblings": siblings, "tags": []}
-            self._json({**info, "_id": "1", "downloads": 0, "likes": 0, "lastModified": "2026-01-01T00:00:00.000Z"})
+            info = {
+                "id": repo,
+                "sha": COMMIT,
+                "private": False,
+                "gated": gated,
+                "siblings": siblings,
+                "tags": [],
+            }
+            self._json(
+                {
+                    **info,
+                    "_id": "1",
+                    "downloads": 0,
+                    "likes": 0,
+                    "lastModified": "2026-01-01T00:00:00.000Z",
+                }
+            )
 
         def _file(self, kind: str, repo: str, name: str) -> None:
             path = hub.files(kind, repo).get(name)
@@ -144,7 +181,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its meth
             self.send_response(206 if asked is not None else 200)
             self.send_header("Content-Length", str(len(part)))
             if asked is not None:
-                self.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(data)}")
+                self.send_header(
+                    "Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(data)}"
+                )
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("X-Repo-Commit", COMMIT)
             etag = sha256(path) if len(data) >= LFS_SIZE else sha1(path)

@@ -1,11 +1,13 @@
 """A campaign of `kill -9`: `python -m tests.support.kills LOG [--layouts one tp2] [--kills 20]`.
 
-Runs of eight steps are killed at seeded moments and continued by the same command. LOG receives one line of JSON for each
-kill when its run has ended and was compared with an undisturbed one; runs in LOG are skipped, so that the command resumes.
-The exit code is 1 if a run ended with other bits, or did not end. `--table` prints the table of LOG.
+Runs of eight steps are killed at seeded moments and continued by the same command. LOG receives one
+line of JSON for each kill when its run has ended and was compared with an undisturbed one; runs in
+LOG are skipped, so that the command resumes. The exit code is 1 if a run ended with other bits, or
+did not end. `--table` prints the table of LOG.
 
-The ranks are forks of this process, which has imported everything, with torchrun's variables; driver, reward workers and
-server are processes of their own. launcher and torchrun are in tests/integration/test_process_faults.py.
+The ranks are forks of this process, which has imported everything, with torchrun's variables;
+driver, reward workers and server are processes of their own. launcher and torchrun are in
+tests/integration/launch/test_train_process_faults.py.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def fork(work: Callable[[], Any], log: Path) -> Process:
         for number in (1, 2):
             os.dup2(target, number)
         code = int(work() or 0)
-    except BaseException:  # noqa: BLE001  as the interpreter does
+    except BaseException:
         import traceback
 
         traceback.print_exc()
@@ -102,7 +104,8 @@ class Attempt:
     def __init__(self, arguments: list[str], world_size: int, log: Path) -> None:
         from tests.support.ranks import free_port
 
-        self._shared, port = mmap.mmap(-1, 1 + len(PHASES)), free_port()
+        self._shared = mmap.mmap(-1, 1 + len(PHASES))
+        port = free_port()
 
         def rank(number: int) -> int:
             from pacs_megatron.observability.spans import Timer
@@ -111,9 +114,18 @@ class Attempt:
             from tests.support.train_zygote import _Subprocess
 
             driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]
-            variables = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            variables = {
+                "RANK": number,
+                "LOCAL_RANK": number,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+            }
             os.environ |= {name: str(value) for name, value in variables.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            os.environ |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
             if number == 0:
                 notify = Timer._notify
 
@@ -150,13 +162,19 @@ class Attempt:
             return [rng.choice(self.ranks).pid]
         try:
             [driver, *_] = psutil.Process(self.ranks[0].pid).children()
-            workers = [child.pid for child in driver.children() if any("rewards" in word for word in child.cmdline())]
+            workers = [
+                child.pid
+                for child in driver.children()
+                if any("rewards" in word for word in child.cmdline())
+            ]
         except (ValueError, psutil.Error):
             return []
         return [driver.pid] if who == "driver" else workers[:1]
 
     def end(self) -> list[int | None]:
-        """Waits for every rank, and kills those that wait for a killed one for a minute, as torchrun does. Exit codes."""
+        """Waits for every rank, and kills those that wait for a killed one for a minute, as
+        torchrun does. Exit codes.
+        """
         limit = time.monotonic() + END_S
         while not all(rank.wait(0.02) for rank in self.ranks) and time.monotonic() < limit:
             if any(rank.poll() not in (None, 0) for rank in self.ranks):
@@ -169,12 +187,16 @@ class Attempt:
 
 
 class Server:
-    """The server of recorded samples, in a process of its own; its owner starts it again at the same port."""
+    """The server of recorded samples, in a process of its own; its owner starts it again at the
+    same port.
+    """
 
     def __init__(self, recorded: Path, log: Path) -> None:
         from tests.support.ranks import free_port
 
-        self._recorded, self._log, self.port = recorded, log, free_port()
+        self._recorded = recorded
+        self._log = log
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:
@@ -204,8 +226,11 @@ class Campaign:
     def __init__(self, folder: Path, log: Path) -> None:
         from tests.support.tiny_models import make_tiny_qwen3
 
-        self.folder, self.log = folder, log
-        self.model = make_tiny_qwen3(folder / "model", tied=True, vocab_size=262, num_hidden_layers=2)
+        self.folder = folder
+        self.log = log
+        self.model = make_tiny_qwen3(
+            folder / "model", tied=True, vocab_size=262, num_hidden_layers=2
+        )
         self._undisturbed: dict[tuple[str, str], Path] = {}
         lines = log.read_text().splitlines() if log.exists() else []
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -218,10 +243,14 @@ class Campaign:
         evaluation = f"evaluation={{benchmarks: [{benchmark}], every: 3, samples_per_prompt: 2, k: [1], sampling: "
         values = [*COMMON, *LAYOUTS[layout], evaluation + "{max_response_tokens: 8}}"]
         if server is not None:
-            stop = ", ".join(f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz012345")  # SGLang allows 32
+            stop = ", ".join(
+                f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz012345"
+            )  # SGLang allows 32
             values.append(
-                f"rollout={{engine: sglang, urls: ['http://127.0.0.1:{server.port}'], dtype: bf16, probe_interval_s: 0.3, "
-                "dead_after_s: 3, all_down_after_s: 600, sync: {transport: disk, verify: 'off', pause: in_place}, "
+                f"rollout={{engine: sglang, urls: ['http://127.0.0.1:{server.port}'], dtype: "
+                "bf16, probe_interval_s: 0.3, "
+                "dead_after_s: 3, all_down_after_s: 600, sync: {transport: disk, verify: 'off', "
+                "pause: in_place}, "
                 f"sampling: {{max_response_tokens: 12, stop: [{stop}]}}}}"
             )
         return Attempt([str(config), *values], 1 if layout == "one" else 2, folder / "output.log")
@@ -243,10 +272,15 @@ class Campaign:
     def run(self, layout: str, engine: str, seed: int) -> None:
         """One run with its kills; appends their lines to the log."""
         undisturbed = self.undisturbed(layout, engine)
-        rng, name = random.Random(f"{layout} {engine} {seed}"), f"{layout}-{engine}-{seed}"
+        rng = random.Random(f"{layout} {engine} {seed}")
+        name = f"{layout}-{engine}-{seed}"
         folder = self.folder / name
         folder.mkdir()
-        server = Server(self.undisturbed(layout, "embedded"), folder / "server.log") if engine == "sglang" else None
+        server = (
+            Server(self.undisturbed(layout, "embedded"), folder / "server.log")
+            if engine == "sglang"
+            else None
+        )
         kills, codes, difference = self._kill_and_continue(folder, layout, server, rng)
         if server is not None:
             server.process.kill()
@@ -266,15 +300,21 @@ class Campaign:
         self, folder: Path, layout: str, server: Server | None, rng: random.Random
     ) -> tuple[list[dict[str, Any]], list[int | None], str | None]:
         kills: list[dict[str, Any]] = []
-        run_dir, begin = folder / "runs" / "tiny", time.monotonic()
+        run_dir = folder / "runs" / "tiny"
+        begin = time.monotonic()
         attempt = self.attempt(folder, layout, server, 0.02)
         victims = list(VICTIMS if server is not None else VICTIMS[:-1])  # each once
         rng.shuffle(victims)
         while len(kills) < len(victims):
-            phase, who = rng.choice(PHASES), victims[len(kills)]
+            phase = rng.choice(PHASES)
+            who = victims[len(kills)]
             if phase == "export" and len(kills) < len(victims) - 1:
                 phase = "update"  # the export is the last phase of a run
-            delay_s = rng.uniform(0, 3.0) if phase == "start" else rng.choice((0.0, 0.003, 0.02, 0.1)) * rng.random()
+            delay_s = (
+                rng.uniform(0, 3.0)
+                if phase == "start"
+                else rng.choice((0.0, 0.003, 0.02, 0.1)) * rng.random()
+            )
             wanted = attempt.entered(phase) + rng.randint(1, 2) if phase != "export" else 1
             while not attempt.is_over and phase != "start" and attempt.entered(phase) < wanted:
                 time.sleep(0.001)
@@ -296,14 +336,19 @@ class Campaign:
                 else:
                     start = time.monotonic()
                     codes = attempt.end()
-                    kills[-1] |= {"ended": codes, "ended_after_s": round(time.monotonic() - start, 1)}
+                    kills[-1] |= {
+                        "ended": codes,
+                        "ended_after_s": round(time.monotonic() - start, 1),
+                    }
                     kills[-1]["last_line"] = last_line(folder / "output.log")
             if attempt.is_over:
                 codes = attempt.end()
                 if set(codes) == {0} and not pids:
                     return kills, codes, None
                 if not pids:
-                    kills and kills[-1].update(later=f"ended with {codes}: {last_line(folder / 'output.log')}")
+                    kills and kills[-1].update(
+                        later=f"ended with {codes}: {last_line(folder / 'output.log')}"
+                    )
                 attempt = self.attempt(folder, layout, server, 0.02)
             if time.monotonic() - begin > 4 * END_S:
                 return kills, attempt.end(), "no end"
@@ -316,30 +361,45 @@ class Campaign:
 
 def state(run_dir: Path) -> dict[str, Any]:
     """Of the run's folder at the kill."""
-    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    metrics = run_dir / "metrics.jsonl"
+    checkpoints = run_dir / "checkpoints"
     return {
         "rows": metrics.read_bytes().count(b"\n") if metrics.is_file() else 0,
-        "checkpoints": sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else [],
+        "checkpoints": sorted(path.name for path in checkpoints.iterdir())
+        if checkpoints.is_dir()
+        else [],
     }
 
 
 def difference_of(run_dir: Path, expected: Path) -> str | None:
-    """The first difference of two runs: weights, metrics without times, files of the rollouts; None: the same bits."""
+    """The first difference of two runs: weights, metrics without times, files of the rollouts;
+    None: the same bits.
+    """
     from pacs_megatron.observability.metrics import read_metrics
     from tests.support.metrics import strip_times
 
-    if (run_dir / "hf/model.safetensors").read_bytes() != (expected / "hf/model.safetensors").read_bytes():
+    if (run_dir / "hf/model.safetensors").read_bytes() != (
+        expected / "hf/model.safetensors"
+    ).read_bytes():
         return "weights"
-    mine, theirs = ([strip_times(row) for row in read_metrics(folder)] for folder in (run_dir, expected))
+    mine, theirs = (
+        [strip_times(row) for row in read_metrics(folder)] for folder in (run_dir, expected)
+    )
     if len(mine) != len(theirs):
         return f"{len(mine)} rows of metrics for {len(theirs)}"
     for got, row in zip(mine, theirs, strict=True):
         for name in sorted({*got, *row}):
             if got.get(name) != row.get(name):
-                return f"metrics of step {row['step']}: {name} is {got.get(name)} for {row.get(name)}"
-    names, others = ({path.name for path in (folder / "rollouts").iterdir()} for folder in (run_dir, expected))
+                return (
+                    f"metrics of step {row['step']}: {name} is {got.get(name)} for {row.get(name)}"
+                )
+    names, others = (
+        {path.name for path in (folder / "rollouts").iterdir()} for folder in (run_dir, expected)
+    )
     for name in sorted(names & others):
-        if (run_dir / "rollouts" / name).read_bytes() != (expected / "rollouts" / name).read_bytes():
+        if (run_dir / "rollouts" / name).read_bytes() != (
+            expected / "rollouts" / name
+        ).read_bytes():
             return f"rollouts/{name}"
     if names != others:
         return f"equal weights, metrics and samples, but without the files {sorted(names ^ others)}"
@@ -352,12 +412,21 @@ def last_line(log: Path) -> str:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """A Markdown table: kills by layout and engine, by victim, by phase; and runs that ended with other bits."""
-    rows = [f"{len(lines)} kills, {sum(not line['same_bits'] for line in lines)} in runs with other bits", ""]
+    """A Markdown table: kills by layout and engine, by victim, by phase; and runs that ended with
+    other bits.
+    """
+    rows = [
+        f"{len(lines)} kills, {sum(not line['same_bits'] for line in lines)} in runs with other "
+        "bits",
+        "",
+    ]
     for key in ("victim", "phase"):
         names = sorted({line[key] for line in lines})
         counts = Counter((line["layout"], line["engine"], line[key]) for line in lines)
-        rows += [f"| layout | engine | {' | '.join(names)} | all |", "|---" * (len(names) + 3) + "|"]
+        rows += [
+            f"| layout | engine | {' | '.join(names)} | all |",
+            "|---" * (len(names) + 3) + "|",
+        ]
         for layout in LAYOUTS:
             for engine in ENGINES:
                 mine = [counts[layout, engine, name] for name in names]
@@ -379,8 +448,8 @@ def main() -> int:
         return 0
     import torch
 
-    from pacs_megatron.rollout import driver  # noqa: F401
-    from pacs_megatron.training import loop, watchdog  # noqa: F401
+    from pacs_megatron.rollout import driver
+    from pacs_megatron.training import loop, watchdog
 
     torch.set_num_threads(1)
     stops: list[int] = []
@@ -391,7 +460,11 @@ def main() -> int:
         while not stops and seed < 100:
             for layout in options.layouts:
                 for engine in options.engines:
-                    mine = [line for line in campaign.lines if (line["layout"], line["engine"]) == (layout, engine)]
+                    mine = [
+                        line
+                        for line in campaign.lines
+                        if (line["layout"], line["engine"]) == (layout, engine)
+                    ]
                     is_done = any(line["run"] == f"{layout}-{engine}-{seed}" for line in mine)
                     if not stops and not is_done and len(mine) < options.kills:
                         campaign.run(layout, engine, seed)

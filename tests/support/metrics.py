@@ -9,7 +9,11 @@ from pacs_megatron.runtime.files import json_line
 
 def strip_times(row: Mapping[str, MetricValue]) -> Row:
     """`row` without keys that differ between two runs with equal results: seconds, rates, memory."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and not k.endswith("_per_s")}
+    return {
+        k: v
+        for k, v in row.items()
+        if not k.startswith(("time/", "memory/")) and not k.endswith("_per_s")
+    }
 
 
 def reproducible_bytes(path: Path) -> bytes:

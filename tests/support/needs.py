@@ -12,7 +12,10 @@ SGLANG_PYTHON = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 
 
 def require(available: bool, what: str) -> None:
-    """Skips the test where `what` is missing. Under PACS_CI=1 (`.ci/run`) it fails: a skip would hide the loss."""
+    """Skips the test where `what` is missing.
+
+    Under PACS_CI=1 (`.ci/run`) it fails: a skip would hide the loss.
+    """
     if available:
         return
     if os.environ.get("PACS_CI") == "1":

@@ -1,4 +1,6 @@
-"""Several ranks in one test: import torch and Megatron once, then fork; gloo over loopback; a time limit."""
+"""Several ranks in one test: import torch and Megatron once, then fork; gloo over loopback; a time
+limit.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 2.0
-"""Time for the other ranks to fail after the first failure: their messages are often more specific."""
+"""Time for the other ranks to fail after the first failure: their messages are often more specific.
+"""
 
 
 class RankError(AssertionError):
-    """A rank raised, died or ran past the limit. The message contains the traceback of each failed rank."""
+    """A rank raised, died or ran past the limit.
+
+    The message contains the traceback of each failed rank.
+    """
 
 
 @dataclass(slots=True)
@@ -48,20 +54,28 @@ def free_port() -> int:
 
 
 def run_ranks(
-    fn: Callable[[int, int], T], world_size: int, timeout: float = 600.0, *, init_process_group: bool = True
+    fn: Callable[[int, int], T],
+    world_size: int,
+    timeout: float = 600.0,
+    *,
+    init_process_group: bool = True,
 ) -> list[T]:
-    """Runs `fn(rank, world_size)` in `world_size` forked processes and returns their results by rank.
+    """Runs `fn(rank, world_size)` in `world_size` forked processes and returns their results by
+    rank.
 
-    fn may be a closure (nothing is pickled on the way in); its result must be picklable. RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR and MASTER_PORT are set as torchrun sets them; with `init_process_group` the default group (gloo, a file
-    store) exists during fn. One thread a rank.
+    fn may be a closure (nothing is pickled on the way in); its result must be picklable. RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them; with
+    `init_process_group` the default group (gloo, a file store) exists during fn. One thread a rank.
 
-    Raises RankError when a rank raised, died by a signal, or `timeout` seconds passed. No child outlives the call.
+    Raises RankError when a rank raised, died by a signal, or `timeout` seconds passed. No child
+    outlives the call.
     """
     _import_heavy_modules()
     if threading.active_count() > 1:
         # A fork copies only this thread; a lock of another thread would never be released.
-        names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        names = sorted(
+            thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
+        )
         _log(f"run_ranks: forking while other threads exist: {names}")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -77,7 +91,9 @@ def run_ranks(
 
 
 def rank_of(rank: int, *, tp: int = 1, dp: int = 1) -> Rank:
-    """The Rank of a process of `run_ranks` without Megatron: one replica of `tp` ranks, or `dp` replicas of one rank."""
+    """The Rank of a process of `run_ranks` without Megatron: one replica of `tp` ranks, or `dp`
+    replicas of one rank.
+    """
     import torch
     import torch.distributed as dist
 
@@ -100,15 +116,22 @@ def rank_of(rank: int, *, tp: int = 1, dp: int = 1) -> Rank:
 
 
 def _import_heavy_modules() -> None:
-    """In the parent, once: every forked rank then has them (torch and Megatron cost 6-8 s a process)."""
-    import megatron.core  # noqa: F401
+    """In the parent, once: every forked rank then has them (torch and Megatron cost 6-8 s a
+    process).
+    """
+    import megatron.core
     import torch
 
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
 
 
 def _fork(
-    fn: Callable[[int, int], Any], rank: int, world_size: int, port: int, store: str | None, timeout: float
+    fn: Callable[[int, int], Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    store: str | None,
+    timeout: float,
 ) -> _Child:
     read_end, write_end = os.pipe()
     sys.stdout.flush()
@@ -123,7 +146,13 @@ def _fork(
 
 
 def _child_main(
-    fn: Callable[[int, int], Any], rank: int, world_size: int, port: int, store: str | None, timeout: float, pipe: int
+    fn: Callable[[int, int], Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    store: str | None,
+    timeout: float,
+    pipe: int,
 ) -> NoReturn:
     """Never returns into pytest: every outcome ends in os._exit."""
     signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's alarm belongs to the parent
@@ -141,7 +170,7 @@ def _child_main(
     try:
         payload: tuple[bool, Any] = (True, _call(fn, rank, world_size, store, timeout))
         data = pickle.dumps(payload)
-    except BaseException:  # noqa: BLE001  # every failure is reported to the parent, SystemExit too
+    except BaseException:  # every failure is reported to the parent, SystemExit too
         data = pickle.dumps((False, traceback.format_exc()))
         code = 1
     with os.fdopen(pipe, "wb") as file:
@@ -151,7 +180,9 @@ def _child_main(
     os._exit(code)
 
 
-def _call(fn: Callable[[int, int], T], rank: int, world_size: int, store: str | None, timeout: float) -> T:
+def _call(
+    fn: Callable[[int, int], T], rank: int, world_size: int, store: str | None, timeout: float
+) -> T:
     import torch
     import torch.distributed as dist
 
@@ -159,7 +190,11 @@ def _call(fn: Callable[[int, int], T], rank: int, world_size: int, store: str | 
     if store is None:
         return fn(rank, world_size)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
     )
     result = fn(rank, world_size)
     if dist.is_initialized():
@@ -209,18 +244,26 @@ def _results(children: list[_Child], timeout: float | None) -> list[Any]:
     for child in children:
         size = struct.unpack("<Q", child.data[:8])[0] if len(child.data) >= 8 else -1
         if size >= 0 and len(child.data) - 8 == size:
-            ok, value = pickle.loads(child.data[8:])  # noqa: S301  # our own child
+            ok, value = pickle.loads(child.data[8:])  # our own child
             results.append(value)
             if not ok:
                 failures.append(f"--- rank {child.rank}\n{value}")
         elif child.status is None:
             hung.append(child.rank)
         elif os.WIFSIGNALED(child.status):
-            failures.append(f"--- rank {child.rank} died by signal {signal.Signals(os.WTERMSIG(child.status)).name}")
+            failures.append(
+                f"--- rank {child.rank} died by signal "
+                f"{signal.Signals(os.WTERMSIG(child.status)).name}"
+            )
         else:
-            failures.append(f"--- rank {child.rank} exited with {os.waitstatus_to_exitcode(child.status)}, no result")
+            failures.append(
+                f"--- rank {child.rank} exited with {os.waitstatus_to_exitcode(child.status)}, no "
+                "result"
+            )
     if failures or hung:
-        waiting = f"ranks {hung} had not finished" + (f" after {timeout:.0f} s" if not failures and timeout else "")
+        waiting = f"ranks {hung} had not finished" + (
+            f" after {timeout:.0f} s" if not failures and timeout else ""
+        )
         raise RankError("\n".join(([waiting] if hung else []) + failures))
     return results
 

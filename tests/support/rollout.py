@@ -1,4 +1,6 @@
-"""Requests, and an embedded engine with the weights of a Hugging Face folder, as from a policy's export."""
+"""Requests, and an embedded engine with the weights of a Hugging Face folder, as from a policy's
+export.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def sampling(*, max_tokens: int = 12, **changes: Any) -> SamplingOptions:
 
 
 def requests_for(
-    prompts: Sequence[Sequence[int]], *, samples: int = 1, params: SamplingOptions | None = None, run_seed: int = 0
+    prompts: Sequence[Sequence[int]],
+    *,
+    samples: int = 1,
+    params: SamplingOptions | None = None,
+    run_seed: int = 0,
 ) -> list[SampleRequest]:
     """`samples` requests for each prompt, siblings adjacent."""
     return [
@@ -41,14 +47,20 @@ def random_prompts(
 ) -> list[list[int]]:
     """Prompts of different lengths."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab, rng.integers(shortest, longest + 1)).tolist() for _ in range(number)]
+    return [
+        rng.integers(0, vocab, rng.integers(shortest, longest + 1)).tolist() for _ in range(number)
+    ]
 
 
 def checkpoint_weights(folder: Path) -> list[tuple[str, Any]]:
     """(name, tensor) of a folder's safetensors: as an export of the same policy yields them."""
     from safetensors.torch import load_file
 
-    return [item for file in sorted(folder.glob("*.safetensors")) for item in sorted(load_file(file).items())]
+    return [
+        item
+        for file in sorted(folder.glob("*.safetensors"))
+        for item in sorted(load_file(file).items())
+    ]
 
 
 def fill(engine: Any, weights: Iterable[tuple[str, Any]], version: int = 0) -> str:
@@ -65,9 +77,17 @@ def fill(engine: Any, weights: Iterable[tuple[str, Any]], version: int = 0) -> s
 
 
 def embedded_engine(
-    folder: Path, *, rank: int = 0, num_ranks: int = 1, batch_sequences: int = 64, eos: int = 258, filled: bool = True
+    folder: Path,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    batch_sequences: int = 64,
+    eos: int = 258,
+    filled: bool = True,
 ) -> Any:
-    """An fp32 engine on the CPU, with the folder's own weights as version 0 unless `filled` is False."""
+    """An fp32 engine on the CPU, with the folder's own weights as version 0 unless `filled` is
+    False.
+    """
     from transformers import AutoTokenizer
 
     from pacs_megatron.config.rollout_options import EmbeddedRollout
@@ -77,7 +97,9 @@ def embedded_engine(
     engine = EmbeddedEngine(
         folder,
         EmbeddedRollout(
-            engine="embedded", sampling=SamplingOptions(max_response_tokens=12), batch_sequences=batch_sequences
+            engine="embedded",
+            sampling=SamplingOptions(max_response_tokens=12),
+            batch_sequences=batch_sequences,
         ),
         Vocabulary(eos_token_ids=frozenset([eos]), pad_token_id=256, decode=tokenizer.decode),
         rank=rank,
@@ -94,4 +116,4 @@ def read_record(path: Path) -> list[Sample]:
 
     with safe_open(path, framework="numpy") as file:
         header = json.loads(file.metadata()["samples"])
-        return samples_from_message(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return samples_from_message(header, {name: file.get_tensor(name) for name in file.keys()})

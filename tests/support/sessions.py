@@ -1,4 +1,6 @@
-"""Options for long test sessions: resume after an interruption, start at another module, stop after a time budget."""
+"""Options for long test sessions: resume after an interruption, start at another module, stop after
+a time budget.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,18 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Registers the three options."""
     group = parser.getgroup("sessions")
-    group.addoption("--resume", type=Path, metavar="FILE", help="skip tests that FILE records as passed on this code")
-    group.addoption("--rotate", metavar="TEXT", help="start at the test module that a hash of TEXT selects")
-    group.addoption("--budget-s", type=float, metavar="SECONDS", help="start no test after so many seconds")
+    group.addoption(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="skip tests that FILE records as passed on this code",
+    )
+    group.addoption(
+        "--rotate", metavar="TEXT", help="start at the test module that a hash of TEXT selects"
+    )
+    group.addoption(
+        "--budget-s", type=float, metavar="SECONDS", help="start no test after so many seconds"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +73,9 @@ class _Sessions:
         self._failed: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Removes what passed before; rotates the modules. Runs after the selection by marker."""
         done = [item for item in items if item.nodeid in self._passed_before]
         if done:
@@ -98,7 +111,12 @@ class _Sessions:
         """Records a test that passed, its teardown included."""
         if not report.passed:
             self._failed.add(report.nodeid)
-        elif report.when == "teardown" and self._file and not self._is_worker and report.nodeid not in self._failed:
+        elif (
+            report.when == "teardown"
+            and self._file
+            and not self._is_worker
+            and report.nodeid not in self._failed
+        ):
             with self._file.open("a") as file:
                 file.write(json.dumps(report.nodeid) + "\n")
 
@@ -130,9 +148,12 @@ class _Sessions:
             terminalreporter.line(f"the session started at {self._selected[0].partition('::')[0]}")
         if self._file is not None:
             terminalreporter.line(
-                f"{len(self._passed_before)} tests passed in an earlier session on this code: {self._file}"
+                f"{len(self._passed_before)} tests passed in an earlier session on this code: "
+                f"{self._file}"
             )
         if self._budget_s is not None:
             started = len(self._selected) - len(self._not_started)
             line = f"{started} of {len(self._selected)} selected tests ran within {self._budget_s:.0f} s"
-            terminalreporter.line(line + (f"; the next one is {self._not_started[0]}" if self._not_started else ""))
+            terminalreporter.line(
+                line + (f"; the next one is {self._not_started[0]}" if self._not_started else "")
+            )

@@ -1,4 +1,6 @@
-"""A real Slurm on this host for a test session: munged, slurmctld and two slurmd on loopback, everything in one folder."""
+"""A real Slurm on this host for a test session: munged, slurmctld and two slurmd on loopback,
+everything in one folder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.ranks import free_port
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _CLAIMS = range(19000, 19119)
-"""A job's MASTER_PORT is 20000 + its id % 12000, so clusters of one host need different ids, a hundred each."""
+"""A job's MASTER_PORT is 20000 + its id % 12000, so clusters of one host need different ids, a
+hundred each.
+"""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "squeue", "scancel")
 
 
@@ -37,14 +41,30 @@ class Slurm:
     folder: Path
     env: dict[str, str]
     claim: socket.socket
-    """bound to one of _CLAIMS as long as the cluster runs; its first job id follows from the port"""
+    """bound to one of _CLAIMS as long as the cluster runs; its first job id follows from the port
+    """
     _daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def run(self, *command: str, check: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    def run(
+        self,
+        *command: str,
+        check: bool = True,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+    ) -> str:
         """stdout of a Slurm command."""
-        done = subprocess.run(command, env=self.env | (env or {}), capture_output=True, text=True, check=False, cwd=cwd)
+        done = subprocess.run(
+            command,
+            env=self.env | (env or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=cwd,
+        )
         if check and done.returncode:
-            raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
+            raise AssertionError(
+                f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         return done.stdout.strip()
 
     def submit(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -57,7 +77,10 @@ class Slurm:
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
     def wait(self, job_id: str, timeout_s: float = 800.0) -> dict[str, str]:
-        """The job's fields after it has ended without a requeue. Raises AssertionError after `timeout_s`, the job cancelled."""
+        """The job's fields after it has ended without a requeue.
+
+        Raises AssertionError after `timeout_s`, the job cancelled.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             fields = self.job(job_id)
@@ -71,7 +94,7 @@ class Slurm:
         """Start the daemons and wait until both nodes are idle."""
         for name in ("munge", "state", "spool", "log", "run"):
             (self.folder / name).mkdir(parents=True)
-        os.chmod(self.folder / "munge", 0o755)  # noqa: S103  munged wants its socket's folder open
+        os.chmod(self.folder / "munge", 0o755)
         (self.folder / "munge" / "key").write_bytes(os.urandom(128))
         os.chmod(self.folder / "munge" / "key", 0o400)
         (self.folder / "slurm.conf").write_text(
@@ -87,7 +110,10 @@ class Slurm:
         for name in ("n1", "n2"):
             (self.folder / "spool" / name).mkdir()
             self._spawn("slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"))
-        _wait(lambda: self.run("sinfo", "-h", "-o", "%t", check=False) == "idle", "slurmctld and slurmd")
+        _wait(
+            lambda: self.run("sinfo", "-h", "-o", "%t", check=False) == "idle",
+            "slurmctld and slurmd",
+        )
 
     def stop(self) -> None:
         """Cancel every job, then end the daemons."""
@@ -110,11 +136,16 @@ class Slurm:
                 process.kill()
 
     def _left(self) -> list[psutil.Process]:
-        """Processes of this cluster's jobs: an interrupted session may end before its jobs have saved."""
+        """Processes of this cluster's jobs: an interrupted session may end before its jobs have
+        saved.
+        """
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                if (
+                    process.pid != os.getpid()
+                    and process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]
+                ):
                     found.append(process)
         return found
 
@@ -122,14 +153,22 @@ class Slurm:
         log = (self.folder / "log" / f"{len(self._daemons)}-{command[0]}.out").open("wb")
         with log:
             self._daemons.append(
-                subprocess.Popen(command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                subprocess.Popen(
+                    command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                )
             )
 
 
 def start_slurm(folder: Path) -> Slurm:
     """A cluster in `folder`; the caller stops it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "PACS_"))}
-    slurm = Slurm(folder, kept | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}, _claim())
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_", "PACS_"))
+    }
+    slurm = Slurm(
+        folder, kept | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}, _claim()
+    )
     try:
         slurm.start()
     except BaseException:

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of every supported family, saved by transformers, with its names and shapes."""
+"""Tiny random checkpoints of every supported family, saved by transformers, with its names and
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
-# name -> (family, changes): KV heads 1, 2 and = heads; tied and not; odd vocabularies; head_dim != hidden / heads
+# name -> (family, changes): KV heads 1, 2 and = heads; tied and not; odd vocabularies; head_dim !=
+# hidden / heads
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied-mqa": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -64,8 +67,13 @@ def config_of(family: str, changes: dict[str, Any]) -> Any:
     return kind(**({"tie_word_embeddings": False} | _SHAPE | changes))
 
 
-def make_family(folder: Path, case: str, *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
-    """Writes CASES[case] (with `changes`) to `folder` and returns it; no tokenizer. Every parameter is random."""
+def make_family(
+    folder: Path, case: str, *, seed: int = 0, dtype: str = "float32", **changes: Any
+) -> Path:
+    """Writes CASES[case] (with `changes`) to `folder` and returns it; no tokenizer.
+
+    Every parameter is random.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

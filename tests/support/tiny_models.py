@@ -1,4 +1,6 @@
-"""Tiny, random, complete Hugging Face checkpoints: config, safetensors, tokenizer with a Qwen-style chat template."""
+"""Tiny, random, complete Hugging Face checkpoints: config, safetensors, tokenizer with a Qwen-style
+chat template.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ CHAT_TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Any:
-    """A byte-level BPE without merges: 256 bytes (ids 0..255) and three special tokens; saved to `folder`, returned."""
+    """A byte-level BPE without merges:
+
+    256 bytes (ids 0..255) and three special tokens; saved to `folder`, returned.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +37,9 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -
 
 
 def qwen3_config(*, tied: bool, **changes: Any) -> Any:
-    """A 2-layer Qwen3 with grouped queries; `changes` go to Qwen3Config. vocab_size exceeds the tokenizer's, as Qwen's."""
+    """A 2-layer Qwen3 with grouped queries; `changes` go to Qwen3Config. vocab_size exceeds the
+    tokenizer's, as Qwen's.
+    """
     from transformers import Qwen3Config
 
     shape: dict[str, Any] = {
@@ -53,11 +60,13 @@ def qwen3_config(*, tied: bool, **changes: Any) -> Any:
     return Qwen3Config(**(shape | changes))
 
 
-def make_tiny_qwen3(folder: Path, *, tied: bool = False, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
+def make_tiny_qwen3(
+    folder: Path, *, tied: bool = False, seed: int = 0, dtype: str = "float32", **changes: Any
+) -> Path:
     """Writes the whole checkpoint to `folder` and returns it.
 
-    Weights are drawn wider than the usual initialisation (0.02), so that attention and logits are far from uniform and
-    a wrong weight is visible; norm weights differ from 1 for the same reason.
+    Weights are drawn wider than the usual initialisation (0.02), so that attention and logits are
+    far from uniform and a wrong weight is visible; norm weights differ from 1 for the same reason.
     """
     import torch
     from transformers import Qwen3ForCausalLM

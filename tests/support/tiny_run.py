@@ -46,7 +46,8 @@ checkpoint:
 logging:
   tensorboard: false
 """
-# A random model has no correct answers: labels are a function of the text, the same on every machine.
+# A random model has no correct answers: labels are a function of the text, the same on every
+# machine.
 REWARD = """import time
 
 
@@ -65,7 +66,8 @@ def write_tiny_run(folder: Path, model: Path, delay_s: float = 0.0) -> Path:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD.format(delay_s=delay_s))
     path = folder / "run.yaml"
-    # A random model rarely ends a response, and a truncated response has label 0: stop strings end most of them.
+    # A random model rarely ends a response, and a truncated response has label 0: stop strings end
+    # most of them.
     stop = ", ".join(f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz0123456789")
     path.write_text(CONFIG.format(folder=folder, model=model, stop=stop))
     return path

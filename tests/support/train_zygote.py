@@ -1,6 +1,9 @@
-"""Attempts of a run, each in a fork of this process, which has imported everything: `... <file for standard error>`.
+"""Attempts of a run, each in a fork of this process, which has imported everything:
 
-Reads lines `train\t<config>\t<override>...` or `cli\t<verb>\t...`, prints the exit code of each. The driver is a fork too.
+`... <file for standard error>`.
+
+Reads lines `train\t<config>\t<override>...` or `cli\t<verb>\t...`, prints the exit code of each.
+The driver is a fork too.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ class ForkedDriver:
     """Replaces `subprocess.Popen` of the driver: the same process without its imports."""
 
     def __init__(
-        self, command: list[str], *, pass_fds: tuple[int, ...], stdout: Any, env: dict[str, str], **_: Any
+        self,
+        command: list[str],
+        *,
+        pass_fds: tuple[int, ...],
+        stdout: Any,
+        env: dict[str, str],
+        **_: Any,
     ) -> None:
         self._code: int | None = None
         self.pid = os.fork()
@@ -34,7 +43,7 @@ class ForkedDriver:
             from pacs_megatron.rollout import driver
 
             code = driver.main(command[3:])
-        except BaseException:  # noqa: BLE001  as the interpreter does
+        except BaseException:
             import traceback
 
             traceback.print_exc()
@@ -74,14 +83,14 @@ class _Subprocess:
 
 
 def main() -> None:
-    import megatron.core  # noqa: F401
+    import megatron.core
     import torch
-    import transformers  # noqa: F401
+    import transformers
 
     from pacs_megatron import cli
-    from pacs_megatron.convert import convert  # noqa: F401
-    from pacs_megatron.rollout import driver, driver_client  # noqa: F401
-    from pacs_megatron.training import loop, main, watchdog  # noqa: F401
+    from pacs_megatron.convert import convert
+    from pacs_megatron.rollout import driver, driver_client
+    from pacs_megatron.training import loop, main, watchdog
 
     torch.set_num_threads(1)
     driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]

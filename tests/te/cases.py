@@ -1,4 +1,6 @@
-"""One training case on any layout: log-probs, norms and weights of three updates, with a save and a resume in between."""
+"""One training case on any layout: log-probs, norms and weights of three updates, with a save and a
+resume in between.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,20 @@ CASES = {
     if layout != "tp2" or short != "moe"
 }
 DISCARDED = {
-    "qwen3-recompute-norms": Case("qwen3", 2, SP | {"recompute": SELECTIVE | {"modules": ["layernorm"]}}),
-    "moe-recompute-act": Case("qwen3_moe", 1, {"recompute": SELECTIVE | {"modules": ["layernorm", "moe_act"]}}),
+    "qwen3-recompute-norms": Case(
+        "qwen3", 2, SP | {"recompute": SELECTIVE | {"modules": ["layernorm"]}}
+    ),
+    "moe-recompute-act": Case(
+        "qwen3_moe", 1, {"recompute": SELECTIVE | {"modules": ["layernorm", "moe_act"]}}
+    ),
 }
 """Recomputed by Transformer Engine only, and not with recipe delayed."""
 CASES |= DISCARDED
 """Every family in every layout; `make test-te` runs some, the campaign all of them."""
 FP8_SHAPE = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 32}
-"""FP8 needs multiples of 16 on every rank, in every layout; blockwise with sequence parallelism 128 for `hidden_size`."""
+"""FP8 needs multiples of 16 on every rank, in every layout; blockwise with sequence parallelism 128
+for `hidden_size`.
+"""
 STEPS = [random_step(seed, vocab=90) for seed in range(3)]
 
 
@@ -142,7 +150,11 @@ def run(name: str, folder: Path, **options: Any) -> Outcome:
     case = CASES[name]
     model = model_of(case, folder)
     scratch = folder / f"scratch-{name}"
-    outcomes = run_ranks(lambda _rank, world: run_case(case, model, scratch, world, **options), case.world, timeout=600)
+    outcomes = run_ranks(
+        lambda _rank, world: run_case(case, model, scratch, world, **options),
+        case.world,
+        timeout=600,
+    )
     for other in outcomes[1:]:
         outcomes[0].before.update(other.before)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -152,4 +164,10 @@ def run(name: str, folder: Path, **options: Any) -> Outcome:
 def save_outcome(outcome: Outcome, path: Path) -> None:
     rows = {f"before.{row}": values for row, values in outcome.before.items()}
     weights = {f"weights.{name}": values for name, values in outcome.weights.items()}
-    np.savez(path, norms=np.array(outcome.norms), resumed=np.array(outcome.resumed_equal), **rows, **weights)
+    np.savez(
+        path,
+        norms=np.array(outcome.norms),
+        resumed=np.array(outcome.resumed_equal),
+        **rows,
+        **weights,
+    )

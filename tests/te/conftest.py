@@ -1,4 +1,7 @@
-"""Needs Transformer Engine and no GPU: `make test-te` builds the environment (see tools/install.sh)."""
+"""Needs Transformer Engine and no GPU:
+
+`make test-te` builds the environment (see tools/install.sh).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import pytest
 if importlib.util.find_spec("transformer_engine") is None:
     collect_ignore_glob = ["test_[!e]*.py", "test_equals_local.py"]
     if os.environ.get("PACS_CAMPAIGN") == "1":
-        raise pytest.UsageError("tests/te: transformer_engine is not installed; run it by `make test-te`")
+        raise pytest.UsageError(
+            "tests/te: transformer_engine is not installed; run it by `make test-te`"
+        )
 else:
-    import tests.te.stand_ins  # noqa: F401  before anything imports Megatron
+    import tests.te.stand_ins

@@ -1,8 +1,10 @@
-"""Emulated FP8 matrix products (quantisation only): values are cast to `torch.float8_*` and back, products run in fp32.
+"""Emulated FP8 matrix products (quantisation only): values are cast to `torch.float8_*` and back,
+products run in fp32.
 
-Recipes and their state are Transformer Engine's own: scales and amax histories of delayed scaling live in the module's
-`fp8_meta` and are updated by Transformer Engine's Python code (`NVTE_UNFUSED_FP8_UPDATE=1`). Not emulated: rounding of
-the accumulator, and the kernels themselves.
+Recipes and their state are Transformer Engine's own: scales and amax histories of delayed scaling
+live in the module's `fp8_meta` and are updated by Transformer Engine's Python code
+(`NVTE_UNFUSED_FP8_UPDATE=1`). Not emulated: rounding of the accumulator, and the kernels
+themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 BLOCK = 128
 
 
@@ -31,17 +34,24 @@ def per_tensor(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def blockwise(values: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """Blocks of `rows` x 128 over the last two dimensions; scales are powers of two, as the recipe's default."""
+    """Blocks of `rows` x 128 over the last two dimensions; scales are powers of two, as the
+    recipe's default.
+    """
     height, width = values.shape
     padded = F.pad(values, (0, -width % BLOCK, 0, -height % rows))
     blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
     amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / amax))), 1.0)
+    scale = torch.where(
+        amax > 0, torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / amax))), 1.0
+    )
     return _cast(blocks, scale, dtype).reshape(padded.shape)[:height, :width]
 
 
 class Quantizer:
-    """One module's casts under the recipe that is active now. `gemm` numbers the products of a grouped module."""
+    """One module's casts under the recipe that is active now.
+
+    `gemm` numbers the products of a grouped module.
+    """
 
     def __init__(self, module: Any, gemm: int = 0) -> None:
         self.recipe = FP8GlobalStateManager.get_fp8_recipe()
@@ -53,7 +63,9 @@ class Quantizer:
 
     def _delayed(self, values: Tensor, key: str, index: int, dtype: torch.dtype) -> Tensor:
         state = self._meta[key]
-        state.amax_history[0][index].copy_(torch.maximum(state.amax_history[0][index], values.abs().amax()))
+        state.amax_history[0][index].copy_(
+            torch.maximum(state.amax_history[0][index], values.abs().amax())
+        )
         return _cast(values, state.scale[index].clone(), dtype)
 
     def input(self, values: Tensor) -> Tensor:
@@ -85,10 +97,14 @@ class _Product(torch.autograd.Function):
     """x [t, k], weight [n, k] -> [t, n], all three products of the layer with quantised operands."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, quantised: Tensor, quantizer: Quantizer, is_first: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, quantised: Tensor, quantizer: Quantizer, is_first: bool
+    ) -> Tensor:
         x8 = quantizer.input(x.detach().float())
         ctx.save_for_backward(x8, quantised)
-        ctx.quantizer, ctx.is_first, ctx.dtypes = quantizer, is_first, (x.dtype, weight.dtype)
+        ctx.quantizer = quantizer
+        ctx.is_first = is_first
+        ctx.dtypes = (x.dtype, weight.dtype)
         return (x8 @ quantised.t()).to(x.dtype)
 
     @staticmethod
@@ -97,16 +113,28 @@ class _Product(torch.autograd.Function):
         grad8 = ctx.quantizer.gradient(grads[0].float())
         if ctx.is_first and ctx.quantizer.recipe.delayed():
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-        return (grad8 @ weight8).to(ctx.dtypes[0]), (grad8.t() @ x8).to(ctx.dtypes[1]), None, None, None
+        return (
+            (grad8 @ weight8).to(ctx.dtypes[0]),
+            (grad8.t() @ x8).to(ctx.dtypes[1]),
+            None,
+            None,
+            None,
+        )
 
 
-def product(module: Any, x: Tensor, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0) -> Tensor:
-    """x @ weight.T as the recipe computes it, with the quantised weight kept from the first micro-batch on."""
+def product(
+    module: Any, x: Tensor, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0
+) -> Tensor:
+    """x @ weight.T as the recipe computes it, with the quantised weight kept from the first
+    micro-batch on.
+    """
     if x.numel() == 0:
         return F.linear(x, weight)
     flat = x.reshape(-1, x.shape[-1])
     # transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec: the reasons for padding tokens.
-    assert flat.shape[0] % 8 == 0 and flat.shape[1] % 16 == 0, f"FP8 needs aligned shapes, got {tuple(flat.shape)}"
+    assert flat.shape[0] % 8 == 0 and flat.shape[1] % 16 == 0, (
+        f"FP8 needs aligned shapes, got {tuple(flat.shape)}"
+    )
     quantizer = Quantizer(module, gemm)
     cache = module.__dict__.setdefault("_emulated_weights", {})
     if is_first_microbatch is False and gemm in cache:

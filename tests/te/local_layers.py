@@ -1,4 +1,5 @@
-"""`python -m tests.te.local_layers FOLDER NAME...`: outcomes of the local layers, where Transformer Engine is hidden.
+"""`python -m tests.te.local_layers FOLDER NAME...`: outcomes of the local layers, where Transformer
+Engine is hidden.
 
 Nothing is recomputed here, which changes no number.
 """
@@ -9,7 +10,7 @@ from pathlib import Path
 
 sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails
 
-from tests.te.cases import CASES, run, save_outcome  # noqa: E402
+from tests.te.cases import CASES, run, save_outcome
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -1,8 +1,9 @@
 """Real Transformer Engine modules on a host without a GPU.
 
-Constructors, parameters, attributes, state dicts, FP8 recipe state and FusedAdam are Transformer Engine's own; forwards
-and kernels are torch's. Import this module before `pacs_megatron` and `megatron`: the CUDA branch of the policy then
-runs on the CPU. With FP8 the products are emulated, see `fp8_emulation`.
+Constructors, parameters, attributes, state dicts, FP8 recipe state and FusedAdam are Transformer
+Engine's own; forwards and kernels are torch's. Import this module before `pacs_megatron` and
+`megatron`: the CUDA branch of the policy then runs on the CPU. With FP8 the products are emulated,
+see `fp8_emulation`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _counted(kind: str) -> None:
     CALLS[kind] = CALLS.get(kind, 0) + 1
 
 
-# ------------------------------------------------------------------------------------------------------------- modules
+# -------------------------------------------------------------------------------------------------------------
+# modules
 @contextlib.contextmanager
 def _prepared(module: Any, num_gemms: int = 1) -> Iterator[None]:
     """`prepare_forward` of Transformer Engine's base module without its check for a CUDA tensor."""
@@ -82,7 +84,9 @@ def _prepared(module: Any, num_gemms: int = 1) -> Iterator[None]:
     yield
 
 
-def _linear(module: Any, x: Tensor, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0) -> Tensor:
+def _linear(
+    module: Any, x: Tensor, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0
+) -> Tensor:
     if FP8GlobalStateManager.is_fp8_enabled():
         return product(module, x, weight, is_first_microbatch, gemm)
     return F.linear(x, weight)
@@ -94,17 +98,25 @@ def _columns(module: Any, x: Tensor) -> Tensor:
     if module.tp_size == 1:
         return x
     if module.sequence_parallel:
-        if FP8GlobalStateManager.is_fp8_enabled() and module.fp8_meta["recipe"].float8_block_scaling():
+        if (
+            FP8GlobalStateManager.is_fp8_enabled()
+            and module.fp8_meta["recipe"].float8_block_scaling()
+        ):
             # transformer_engine/pytorch/utils.py, assert_dim_for_all_gather
-            tokens, width = x[..., 0].numel(), x.shape[-1]
-            assert tokens % 128 == 0 and width % 128 == 0, f"an all-gather in blocks of 128 got {tuple(x.shape)}"
+            tokens = x[..., 0].numel()
+            width = x.shape[-1]
+            assert tokens % 128 == 0 and width % 128 == 0, (
+                f"an all-gather in blocks of 128 got {tuple(x.shape)}"
+            )
         gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(x)
         return gathered
     copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(x)
     return copied
 
 
-def _layernorm_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None, **_options: Any) -> Tensor:
+def _layernorm_linear(
+    self: Any, inp: Tensor, is_first_microbatch: bool | None = None, **_options: Any
+) -> Tensor:
     _counted("LayerNormLinear")
     with _prepared(self):
         normed = F.rms_norm(inp, (inp.shape[-1],), self.layer_norm_weight, self.eps)
@@ -112,7 +124,9 @@ def _layernorm_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None =
     return out + self.bias if self.use_bias else out
 
 
-def _te_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None, **_options: Any) -> Tensor:
+def _te_linear(
+    self: Any, inp: Tensor, is_first_microbatch: bool | None = None, **_options: Any
+) -> Tensor:
     from megatron.core import tensor_parallel
 
     _counted("Linear")
@@ -129,14 +143,19 @@ def _te_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None, 
     return out + self.bias if self.use_bias else out
 
 
-def _grouped_linear(self: Any, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+def _grouped_linear(
+    self: Any, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+) -> Tensor:
     _counted("GroupedLinear")
     sizes = [int(size) for size in m_splits]
     assert len(sizes) == self.num_gemms
     pieces = torch.split(inp.reshape(-1, inp.shape[-1]), sizes)
     with _prepared(self, self.num_gemms):
         return torch.cat(
-            [_linear(self, x, getattr(self, f"weight{i}"), is_first_microbatch, i) for i, x in enumerate(pieces)]
+            [
+                _linear(self, x, getattr(self, f"weight{i}"), is_first_microbatch, i)
+                for i, x in enumerate(pieces)
+            ]
         )
 
 
@@ -162,7 +181,8 @@ def _attention(self: Any, q: Tensor, k: Tensor, v: Tensor, *_args: Any, **option
     return torch.cat(outs).reshape(q.shape[0], -1)
 
 
-# ------------------------------------------------------------------------------------------------------------- kernels
+# -------------------------------------------------------------------------------------------------------------
+# kernels
 def _multi_tensor_adam(
     _chunk: int,
     _overflow: Tensor,
@@ -178,7 +198,8 @@ def _multi_tensor_adam(
     *_rest: Any,
 ) -> None:
     for grad, param, mean, variance, *masters in zip(*lists, strict=True):
-        g, master = grad.float(), (masters or [param.float()])[0]
+        g = grad.float()
+        master = (masters or [param.float()])[0]
         mean.mul_(beta1).add_(g, alpha=1 - beta1)
         variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         correct1 = 1 - beta1**step if bias_correction else 1.0
@@ -195,11 +216,16 @@ def _replace_forwards() -> None:
     te.RMSNorm.forward = _rms_norm
     te.DotProductAttention.forward = _attention
     kernels = {name: getattr(tex, name) for name in dir(tex) if not name.startswith("__")}
-    fused_adam.tex = type("tex", (), kernels | {"multi_tensor_adam": staticmethod(_multi_tensor_adam)})
+    fused_adam.tex = type(
+        "tex", (), kernels | {"multi_tensor_adam": staticmethod(_multi_tensor_adam)}
+    )
 
 
 class _Properties:
-    major, minor, multi_processor_count, name = 9, 0, 132, "NVIDIA H200"
+    major = 9
+    minor = 0
+    multi_processor_count = 132
+    name = "NVIDIA H200"
 
 
 def _redirect_torch() -> None:
@@ -221,8 +247,12 @@ def _redirect_torch() -> None:
     cpu_redirects._CUDA_ONLY = ("apex", "amp_C")
 
 
-def _copy_rows(source: Tensor, target: Tensor, source_rows: list[int], target_rows: list[int]) -> None:
-    """The kernel of Fp8Padding and Fp8Unpadding: the rows of each expert, with rows of zeros at their end or without."""
+def _copy_rows(
+    source: Tensor, target: Tensor, source_rows: list[int], target_rows: list[int]
+) -> None:
+    """The kernel of Fp8Padding and Fp8Unpadding: the rows of each expert, with rows of zeros at
+    their end or without.
+    """
     target.zero_()
     for given, placed in zip(source.split(source_rows), target.split(target_rows), strict=True):
         rows = min(len(given), len(placed))
@@ -233,7 +263,11 @@ def _patch_megatron() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
+    from megatron.core.utils import (
+        local_multi_tensor_applier,
+        local_multi_tensor_l2_norm,
+        local_multi_tensor_scale,
+    )
 
     for module in (clip_grads, optimizer):
         module.multi_tensor_applier = local_multi_tensor_applier
@@ -241,7 +275,9 @@ def _patch_megatron() -> None:
     clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
     moe_utils.te_general_gemm = None
 
-    def fused_rope(t: Tensor, bounds: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    def fused_rope(
+        t: Tensor, bounds: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
+    ) -> Tensor:
         class Group:
             size = staticmethod(lambda: cp_size)
             rank = staticmethod(lambda: cp_rank)
@@ -253,7 +289,9 @@ def _patch_megatron() -> None:
 
 
 def _off_load_to_the_cpu() -> None:
-    """Every tensor is on the CPU here; Megatron's choice of the tensors to move goes by their device."""
+    """Every tensor is on the CPU here; Megatron's choice of the tensors to move goes by their
+    device.
+    """
     from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
 
     hybrid = hybrid_optimizer.HybridDeviceOptimizer
@@ -266,8 +304,10 @@ def _off_load_to_the_cpu() -> None:
     for old, new in changes.items():
         assert old in source, old
         source = source.replace(old, new)
-    exec(source, hybrid_optimizer.__dict__)  # noqa: S102  (Megatron's own text)
-    hybrid._get_sub_optimizer_param_groups = hybrid_optimizer.__dict__["_get_sub_optimizer_param_groups"]
+    exec(source, hybrid_optimizer.__dict__)
+    hybrid._get_sub_optimizer_param_groups = hybrid_optimizer.__dict__[
+        "_get_sub_optimizer_param_groups"
+    ]
     start = hybrid._init_sub_optimizers
 
     def without_pinned_memory(self: Any) -> None:
@@ -283,7 +323,8 @@ def install() -> None:
     _redirect_torch()
     _replace_forwards()
     precision.inspect_machine = lambda: MACHINE
-    # Transformer Engine's attention has no fp32; its stand-in has, so fp32 can be compared with the local layers.
+    # Transformer Engine's attention has no fp32; its stand-in has, so fp32 can be compared with the
+    # local layers.
     precision.uses_transformer_engine = lambda _dtype, _machine: True
     cpu_redirects.install()
     importlib.import_module("pacs_megatron.policy.model")

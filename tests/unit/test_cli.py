@@ -37,11 +37,18 @@ def test_config_show(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split("  #") for line in lines if line.startswith("run.steps")] == [
         [next(line for line in lines if line.startswith("run.steps")).split("  #")[0], " override"]
     ]
-    assert any(line.startswith("objective.beta = 2.0 ") and line.endswith("# run.yaml:8") for line in lines)
-    assert any(line.startswith("objective.clip_grad = 0.0 ") and line.endswith("# default") for line in lines)
+    assert any(
+        line.startswith("objective.beta = 2.0 ") and line.endswith("# run.yaml:8") for line in lines
+    )
+    assert any(
+        line.startswith("objective.clip_grad = 0.0 ") and line.endswith("# default")
+        for line in lines
+    )
 
 
-def test_printed_files_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_files_do_not_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The log of a run has escapes, which a program of the run wrote."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text("one\n\x1b[2J\x9btwo\tthree\n")
@@ -50,7 +57,20 @@ def test_printed_files_do_not_control_the_terminal(tmp_path: Path, capsys: pytes
 
 
 def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "explain", config, "batch.updates_per_step=3", "--ranks", "4", "parallel.tp=2"]) == 0
+    assert (
+        main(
+            [
+                "config",
+                "explain",
+                config,
+                "batch.updates_per_step=3",
+                "--ranks",
+                "4",
+                "parallel.tp=2",
+            ]
+        )
+        == 0
+    )
     assert "data-parallel replicas" in capsys.readouterr().out
     for words in (["parallel.tp=2", "--rank", "4", "--nosuch=3"], ["--ranks", "4", "nosuch"]):
         assert main(["config", "explain", config, *words]) == 2
@@ -58,7 +78,19 @@ def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture
 
 
 def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "explain", config, "batch.updates_per_step=3", "parallel.tp=2", "run.nproc=4"]) == 0
+    assert (
+        main(
+            [
+                "config",
+                "explain",
+                config,
+                "batch.updates_per_step=3",
+                "parallel.tp=2",
+                "run.nproc=4",
+            ]
+        )
+        == 0
+    )
     values = {
         line.split("  ")[0].strip(): line.split("=")[0].split("  ")[-2].strip()
         for line in capsys.readouterr().out.splitlines()
@@ -72,7 +104,9 @@ def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None
     assert values["longest samples in a micro-batch"] == "2"
 
 
-def test_config_explain_rejects_ranks_that_do_not_factor(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_explain_rejects_ranks_that_do_not_factor(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", "explain", config, "parallel.tp=2", "--ranks", "3"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("ConfigError: 3 ranks are not a multiple of")
@@ -80,17 +114,26 @@ def test_config_explain_rejects_ranks_that_do_not_factor(config: str, capsys: py
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "many", "1.0", "1e9", "9" * 5000, ""])
-def test_a_count_is_a_positive_integer(config: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["config", "explain", config, "--ranks"], ["logs", "x", "--lines"], ["logs", "x", "--attempt"]):
+def test_a_count_is_a_positive_integer(
+    config: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (
+        ["config", "explain", config, "--ranks"],
+        ["logs", "x", "--lines"],
+        ["logs", "x", "--attempt"],
+    ):
         assert main([*command, number]) == 2
         error = capsys.readouterr().err
         assert error.startswith(
-            f"ConfigError: argument {command[-1]}: '{number[:40]}', expected an integer of at least 1"
+            f"ConfigError: argument {command[-1]}: '{number[:40]}', expected an integer of at "
+            "least 1"
         )
         assert error.count("\n") == 1
 
 
-def test_an_error_of_the_system_is_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_system_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "a" * 300
     assert main(["export", name]) == 1
     text = capsys.readouterr().err
@@ -112,7 +155,10 @@ def test_an_error_is_one_line_and_a_code(config: str, capsys: pytest.CaptureFixt
     assert main(["train", config, "optimizer.lrr=1"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "ConfigError: unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)\n"
+    assert (
+        captured.err
+        == "ConfigError: unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)\n"
+    )
 
 
 def test_every_verb_has_help() -> None:
@@ -132,7 +178,9 @@ def test_every_verb_has_help() -> None:
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    groups = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     for group in groups:
         for inner in group.choices.values():
             yield from verbs_of(inner)
@@ -148,7 +196,9 @@ def test_every_verb_calls_a_function_that_takes_its_arguments() -> None:
         inspect.signature(function_of(parser.get_default("place"))).bind(**options)
 
 
-@pytest.mark.parametrize(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")]
+)
 def test_idle_openmp_threads_of_a_verb_do_not_spin(own: dict[str, str], expected: str) -> None:
     """The real libgomp of torch prints what it read."""
     code = "from pacs_megatron.runtime.command_line import run_command; run_command(lambda: __import__('torch') and 0)"
@@ -163,7 +213,11 @@ def test_idle_openmp_threads_of_a_verb_do_not_spin(own: dict[str, str], expected
 def test_no_command_line_imports_torch_before_it_runs() -> None:
     code = "import sys, pacs_megatron.cli, pacs_megatron.launch.job, pacs_megatron.launch.serve; print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
     )
     assert done.stdout == "False\n"
 
@@ -171,7 +225,11 @@ def test_no_command_line_imports_torch_before_it_runs() -> None:
 def test_a_closed_pipe_is_quiet(config: str) -> None:
     command = f"{sys.executable} -m pacs_megatron config schema | head -1"
     done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
     )
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr
@@ -186,10 +244,15 @@ def test_a_closed_pipe_is_quiet(config: str) -> None:
             ["logs", "run", "--lines", "many"],
             "ConfigError: argument --lines: 'many', expected an integer of at least 1",
         ),
-        (["config", "show", "run.yaml", "--nosuch"], "ConfigError: unrecognized arguments: --nosuch"),
+        (
+            ["config", "show", "run.yaml", "--nosuch"],
+            "ConfigError: unrecognized arguments: --nosuch",
+        ),
     ],
 )
-def test_a_usage_error_is_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_error_is_one_line(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(expected)
@@ -199,13 +262,21 @@ def test_a_usage_error_is_one_line(words: list[str], expected: str, capsys: pyte
 @pytest.mark.parametrize(
     "verb", [["status"], ["logs"], ["cancel"], ["export"], ["train"], ["config", "show"], ["plan"]]
 )
-@pytest.mark.parametrize("name", ["a\0b", "\udcff", "a" * 300, "/dev/null/x", "a/" * 3000, "", "\x1b[2J"])
-def test_odd_paths_are_one_line(verb: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", ["a\0b", "\udcff", "a" * 300, "/dev/null/x", "a/" * 3000, "", "\x1b[2J"]
+)
+def test_odd_paths_are_one_line(
+    verb: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*verb, name]) in (1, 2)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
-    assert "Traceback" not in captured.err and "crash" not in captured.err and "\x1b" not in captured.err
+    assert (
+        "Traceback" not in captured.err
+        and "crash" not in captured.err
+        and "\x1b" not in captured.err
+    )
 
 
 def test_a_bug_is_one_line_with_a_report(
@@ -228,7 +299,12 @@ def test_a_bug_is_one_line_with_a_report(
     [report] = tmp_path.glob("pacs-megatron-crash-*.txt")
     assert str(report) in line
     text = report.read_text()
-    assert "Traceback" in text and "raise BadError" in text and "pydantic 2" in text and "run.seed=3" in text
+    assert (
+        "Traceback" in text
+        and "raise BadError" in text
+        and "pydantic 2" in text
+        and "run.seed=3" in text
+    )
     assert "abc" not in text
     assert report.stat().st_mode & 0o777 == 0o600
 
@@ -247,13 +323,19 @@ def test_a_process_without_output_or_folder_is_one_line(
     monkeypatch.chdir(folder)
     folder.rmdir()
     assert main(["config", "show", config]) == 2
-    assert capsys.readouterr().err == "ConfigError: the working directory was removed; change to another one\n"
+    assert (
+        capsys.readouterr().err
+        == "ConfigError: the working directory was removed; change to another one\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (ImportError("numpy is\nbroken"), "EnvironmentError: ImportError: numpy is broken; check the installation"),
+        (
+            ImportError("numpy is\nbroken"),
+            "EnvironmentError: ImportError: numpy is broken; check the installation",
+        ),
         (MemoryError(), "EnvironmentError: MemoryError: ; check the installation (`make install`)"),
         (
             OSError(12, "Cannot allocate memory"),
@@ -267,7 +349,11 @@ def test_a_process_without_output_or_folder_is_one_line(
     ],
 )
 def test_faults_of_the_host_are_one_line(
-    config: str, error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str,
+    error: Exception,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def show(**_options: object) -> str:
         raise error
@@ -278,10 +364,34 @@ def test_faults_of_the_host_are_one_line(
     assert found.startswith(line) and found.count("\n") == 1
 
 
-VERBS = ("config show", "config explain", "data preview", "status", "logs", "plan", "export", "cancel", "convert to-hf")
+VERBS = (
+    "config show",
+    "config explain",
+    "data preview",
+    "status",
+    "logs",
+    "plan",
+    "export",
+    "cancel",
+    "convert to-hf",
+)
 OPTIONS = ("--ranks", "--rows", "--json", "--lines", "--attempt", "--step", "--out", "--checkpoint")
 WORDS = st.sampled_from(
-    (*OPTIONS, "run.steps=", "=", "-", "--", "-1", "/", ".", "..", "[", "\udcff", "a\0b", "9" * 5000)
+    (
+        *OPTIONS,
+        "run.steps=",
+        "=",
+        "-",
+        "--",
+        "-1",
+        "/",
+        ".",
+        "..",
+        "[",
+        "\udcff",
+        "a\0b",
+        "9" * 5000,
+    )
 )
 
 
@@ -303,11 +413,14 @@ def imported() -> None:
 @given(
     verb=st.sampled_from(VERBS),
     words=st.lists(
-        WORDS | st.text(max_size=12) | st.from_regex(r"[a-z]+\.[a-z_]+=.{0,12}", fullmatch=True), max_size=5
+        WORDS | st.text(max_size=12) | st.from_regex(r"[a-z]+\.[a-z_]+=.{0,12}", fullmatch=True),
+        max_size=5,
     ),
 )
 def test_any_words_are_a_command_or_one_line(imported: None, verb: str, words: list[str]) -> None:
-    """Without a run folder or a configuration in the working directory, so nothing is started or written."""
+    """Without a run folder or a configuration in the working directory, so nothing is started or
+    written.
+    """
     error = io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -324,11 +437,18 @@ def test_a_lost_standard_error_changes_no_exit_code(redirect: str, tmp_path: Pat
     for words in ("trian", "train nowhere.yaml"):
         command = f"{sys.executable} -m pacs_megatron {words} {redirect}"
         environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 2
+        assert (
+            subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, env=environ, check=False
+            ).returncode
+            == 2
+        )
 
 
 def test_processes_of_a_command_without_standard_error_have_one(tmp_path: Path) -> None:
-    """A file that they open next would receive their errors, or their errors would be lost with an exception."""
+    """A file that they open next would receive their errors, or their errors would be lost with an
+    exception.
+    """
     child = "import os, sys; os.fstat(2); print(open('/dev/null').fileno() > 2)"
     code = f"from pacs_megatron.runtime.command_line import run_command; import subprocess, sys; sys.exit(run_command(lambda: subprocess.call([sys.executable, '-c', {child!r}])))"  # fmt: skip
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -341,21 +461,36 @@ def test_a_python_without_assertions_is_one_line(config: str) -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONOPTIMIZE": "1"}
     command = [sys.executable, "-m", "pacs_megatron", "config", "show", config]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("ConfigError: PYTHONOPTIMIZE and -O"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("ConfigError: PYTHONOPTIMIZE and -O"), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", ["--help", "train --help", "--version", "config schema"])
 def test_output_to_a_full_disk_is_one_line(words: str, unbuffered: str) -> None:
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": unbuffered}
+    environ = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONUNBUFFERED": unbuffered,
+    }
     command = ["bash", "-c", f"{sys.executable} -m pacs_megatron {words} > /dev/full"]
     done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "OSError: No space left on device; free some space\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "OSError: No space left on device; free some space\n",
+    )
 
 
 def test_a_library_that_rejects_a_variable_is_one_line(config: str) -> None:
-    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_DOWNLOAD_TIMEOUT": "soon"}
+    environ = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HF_HUB_DOWNLOAD_TIMEOUT": "soon",
+    }
     command = [sys.executable, "-m", "pacs_megatron", "fetch", config, "model.path=some/model"]
-    done = subprocess.run(command, env=environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("EnvironmentError: ValueError: invalid literal for int() with base 10: 'soon'; check")
+    assert done.stderr.startswith(
+        "EnvironmentError: ValueError: invalid literal for int() with base 10: 'soon'; check"
+    )

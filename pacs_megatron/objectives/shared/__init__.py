@@ -1,1 +1,3 @@
-"""The common part of objectives: base classes, options, arithmetic within groups, the clipped policy gradient."""
+"""The common part of objectives: base classes, options, arithmetic within groups, the clipped
+policy gradient.
+"""

@@ -1,4 +1,6 @@
-"""`torch`, imported at its first use, because the schema imports these files for their options and must load fast."""
+"""`torch`, imported at its first use, because the schema imports these files for their options and
+must load fast.
+"""
 
 from typing import TYPE_CHECKING, Any
 

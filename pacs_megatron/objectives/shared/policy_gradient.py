@@ -1,14 +1,19 @@
-"""The clipped policy gradient, the base of most other objectives. They differ in the advantage, in the ratio (of a
-token or of a sample), in the clipping and in the mean.
+"""The clipped policy gradient, the base of most other objectives.
 
-The loss is the sum over trained tokens of u_i * (w * l(rho, A_i) + kl_coef * k - entropy_coef * H). u_i contains every
-divisor, l = -min(rho A, clip(rho, 1 - low, 1 + high) A), and rho is exp(log pi_theta - log pi_step_start) of the token
-or of its sample (`ratio_of`). A sample's ratio couples its own tokens only. They are all in one micro-batch, so the
-ratio comes from the update's own forward.
+They differ in the advantage, in the ratio (of a token or of a sample), in the clipping and in the
+mean.
 
-- w is 1, or the ratio of `importance` exp(log pi_step_start - log pi_sampler), without gradient, of the token or of the
+The loss is the sum over trained tokens of u_i * (w * l(rho, A_i) + kl_coef * k - entropy_coef * H).
+u_i contains every divisor, l = -min(rho A, clip(rho, 1 - low, 1 + high) A), and rho is exp(log
+pi_theta - log pi_step_start) of the token or of its sample (`ratio_of`). A sample's ratio couples
+its own tokens only. They are all in one micro-batch, so the ratio comes from the update's own
+forward.
+
+- w is 1, or the ratio of `importance` exp(log pi_step_start - log pi_sampler), without gradient, of
+  the token or of the
   whole sample (the product), truncated (as in IMPALA, arXiv:1802.01561) or masked outside a band.
-- k estimates KL(pi_theta || reference) of a token (joschu.net/blog/kl-approx.html), see `kl_estimator`. `kl_in: reward`
+- k estimates KL(pi_theta || reference) of a token (joschu.net/blog/kl-approx.html), see
+  `kl_estimator`. `kl_in: reward`
   works as in TRL's RLOO; verl's apply_kl_penalty subtracts the KL token by token.
 - H is the entropy of the whole next-token distribution, with gradient.
 """
@@ -27,7 +32,9 @@ from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 MAX_LOG_RATIO = 20.0
-"""Upper limit of log-ratios, nats, without gradient above: exp would overflow, and Inf * 0 in a clipped branch is NaN."""
+"""Upper limit of log-ratios, nats, without gradient above: exp would overflow, and Inf * 0 in a
+clipped branch is NaN.
+"""
 
 
 class PolicyGradientOptions(ReferenceOptions):
@@ -40,23 +47,35 @@ class PolicyGradientOptions(ReferenceOptions):
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         default_factory=lambda given: "k3" if given["kl_coef"] > 0 else None
     )
-    """Estimate of a token's KL divergence, with q = log pi_reference - log pi. `k1`: -q; `k2`: q^2 / 2; `k3`:
-    exp(q) - q - 1. The gradient of `k1` has mean 0, so `kl_in: loss` rejects it. Default k3."""
+    """Estimate of a token's KL divergence, with q = log pi_reference - log pi.
+
+    `k1`: -q; `k2`: q^2 / 2; `k3`: exp(q) - q - 1. The gradient of `k1` has mean 0, so `kl_in: loss`
+    rejects it. Default k3.
+    """
     kl_in: Literal["loss", "reward"] | None = Field(
         default_factory=lambda given: "loss" if given["kl_coef"] > 0 else None
     )
-    """Place of the KL term. `loss` adds it to every token's loss. `reward` subtracts its sum over a sample, with the
-    step-start weights, from the sample's reward before the advantages are computed. Default loss."""
+    """Place of the KL term.
+
+    `loss` adds it to every token's loss. `reward` subtracts its sum over a sample, with the
+    step-start weights, from the sample's reward before the advantages are computed. Default loss.
+    """
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus: entropy_coef times the entropy of each token's distribution is subtracted from its loss."""
+    """Weight of the entropy bonus: entropy_coef times the entropy of each token's distribution is
+    subtracted from its loss.
+    """
     importance: Literal["none", "truncate", "mask"] = "none"
-    """Importance correction for stale samples and for sampler mismatch, with w = exp(log pi_step_start - log pi_sampler),
-    without gradient. `truncate` multiplies the loss by min(w, importance_cap); `mask` by w, or by 0 outside
-    importance_floor <= w <= importance_cap."""
+    """Importance correction for stale samples and for sampler mismatch, with w = exp(log
+    pi_step_start - log pi_sampler), without gradient. `truncate` multiplies the loss by min(w,
+    importance_cap); `mask` by w, or by 0 outside importance_floor <= w <= importance_cap.
+    """
     importance_level: Literal["token", "sequence"] | None = Field(
         default_factory=lambda given: None if given["importance"] == "none" else "token"
     )
-    """The ratio w of `importance`: of each token, or the product over the sample's tokens. Default token."""
+    """The ratio w of `importance`: of each token, or the product over the sample's tokens.
+
+    Default token.
+    """
     importance_cap: float | None = Field(
         default_factory=lambda given: None if given["importance"] == "none" else 2.0, gt=0
     )
@@ -68,25 +87,37 @@ class PolicyGradientOptions(ReferenceOptions):
 
     @model_validator(mode="after")
     def _refuse_bad_combinations(self) -> Self:
-        # An option that the other settings do not use defaults to null, so a value given there is an error.
+        # An option that the other settings do not use defaults to null, so a value given there is
+        # an error.
         for key in ("kl_estimator", "kl_in"):
             self.refuse_unused(key, is_used=self.kl_coef > 0, by=f"kl_coef={self.kl_coef}")
         for key in ("importance_level", "importance_cap"):
-            self.refuse_unused(key, is_used=self.importance != "none", by=f"importance={self.importance}")
-        self.refuse_unused("importance_floor", is_used=self.importance == "mask", by=f"importance={self.importance}")
+            self.refuse_unused(
+                key, is_used=self.importance != "none", by=f"importance={self.importance}"
+            )
+        self.refuse_unused(
+            "importance_floor",
+            is_used=self.importance == "mask",
+            by=f"importance={self.importance}",
+        )
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                "objective.kl_estimator=k1 with kl_in=loss has a gradient of mean 0, so it adds noise only; use k2 or k3, or "
+                "objective.kl_estimator=k1 with kl_in=loss has a gradient of mean 0, so it adds "
+                "noise only; use k2 or k3, or "
                 "kl_in=reward"
             )
         if self.reset_every is not None and self.kl_coef == 0:
             raise ValueError(
-                f"objective.reset_every={self.reset_every} requires objective.kl_coef > 0, which uses the frozen "
+                f"objective.reset_every={self.reset_every} requires objective.kl_coef > 0, which "
+                "uses the frozen "
                 "reference; remove it"
             )
-        if self.importance_floor is not None and self.importance_floor >= (self.importance_cap or 0):
+        if self.importance_floor is not None and self.importance_floor >= (
+            self.importance_cap or 0
+        ):
             raise ValueError(
-                f"objective.importance_floor={self.importance_floor} is not below importance_cap={self.importance_cap}; "
+                f"objective.importance_floor={self.importance_floor} is not below "
+                f"importance_cap={self.importance_cap}; "
                 "lower importance_floor"
             )
         return self
@@ -103,22 +134,32 @@ class TokenMeanOptions(PolicyGradientOptions):
     """Options of a policy gradient with a choice of the mean."""
 
     loss_mean: Literal["token", "sequence", "dr_grpo"] = "token"
-    """Averaging of token losses. `token`: over all tokens of the mini-batch; `sequence`: mean of sequence means; `dr_grpo`:
-    sum divided by `constant_length`."""
+    """Averaging of token losses.
+
+    `token`: over all tokens of the mini-batch; `sequence`: mean of sequence means; `dr_grpo`: sum
+    divided by `constant_length`.
+    """
     constant_length: PositiveInt | None = None
     """Divisor of `loss_mean: dr_grpo`, in tokens."""
 
     @model_validator(mode="after")
     def _refuse_unused_length(self) -> Self:
-        self.refuse_unused("constant_length", is_used=self.loss_mean == "dr_grpo", by=f"loss_mean={self.loss_mean}")
+        self.refuse_unused(
+            "constant_length", is_used=self.loss_mean == "dr_grpo", by=f"loss_mean={self.loss_mean}"
+        )
         return self
 
 
 class PolicyGradient(Objective):
-    """A policy gradient; see `Objective` for the protocol. It is GRPO's unless a subclass changes a part."""
+    """A policy gradient; see `Objective` for the protocol.
+
+    It is GRPO's unless a subclass changes a part.
+    """
 
     ratio_of: ClassVar[Literal["token", "mean", "product"]] = "token"
-    """rho of a token, or of its sample: the geometric mean over the sample's tokens, or their product."""
+    """rho of a token, or of its sample: the geometric mean over the sample's tokens, or their
+    product.
+    """
     options: PolicyGradientOptions
     passes: dict[LogprobSource, int]
     coupled_by: dict[Statistic, int]
@@ -137,9 +178,12 @@ class PolicyGradient(Objective):
             self.coupling = "sample"
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        """float64 [m], advantages of a whole rollout batch: (R - mean) / (s + 1e-6) in the group, with the unbiased s.
+        """float64 [m], advantages of a whole rollout batch:
 
-        `rewards` [m]: the result of `self.rewards`, minus the KL of `kl_in: reward`."""
+        (R - mean) / (s + 1e-6) in the group, with the unbiased s.
+
+        `rewards` [m]: the result of `self.rewards`, minus the KL of `kl_in: reward`.
+        """
         centred = table.centred(rewards)
         return centred / (table.std(centred) + 1e-6)[table.group_of_sample]
 
@@ -150,7 +194,9 @@ class PolicyGradient(Objective):
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
         """float64 [n], u_i, which contains every divisor."""
         assert isinstance(self.options, TokenMeanOptions)
-        return mean_weights(facts.response_lens, self.options.loss_mean, self.options.constant_length)
+        return mean_weights(
+            facts.response_lens, self.options.loss_mean, self.options.constant_length
+        )
 
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], the advantage of each token's sample."""
@@ -182,27 +228,40 @@ class PolicyGradient(Objective):
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
         """Advantage of each sample id, from the rewards of the whole rollout batch.
 
-        The bits do not depend on the order of the rows. Raises NonFiniteError for a NaN or Inf among the rewards.
+        The bits do not depend on the order of the rows. Raises NonFiniteError for a NaN or Inf
+        among the rewards.
         """
         table = build_table(facts, whole_groups=self.options.compares_siblings)
         order = table.rows.numpy()
         rewards = self.rewards(facts)
         if self.kl_in_reward:
-            rewards = rewards - self.options.kl_coef * given(facts.kl_to_reference, "facts.kl_to_reference")
+            rewards = rewards - self.options.kl_coef * given(
+                facts.kl_to_reference, "facts.kl_to_reference"
+            )
         rewards = rewards[order]
         bad = np.flatnonzero(~np.isfinite(rewards))
         if len(bad):
             raise NonFiniteError(
-                f"reward of sample {facts.ids[order[bad[0]]]} is {rewards[bad[0]]}; expected a finite number"
+                f"reward of sample {facts.ids[order[bad[0]]]} is {rewards[bad[0]]}; expected a "
+                "finite number"
             )
         advantages = self.advantages(torch.from_numpy(rewards), table)
-        return {facts.ids[row]: advantage for row, advantage in zip(order, advantages.tolist(), strict=True)}
+        return {
+            facts.ids[row]: advantage
+            for row, advantage in zip(order, advantages.tolist(), strict=True)
+        }
 
     def known(self, facts: SampleFacts, step_inputs: dict[str, float]) -> dict[str, Tensor]:
-        """Per sample [n] float64: `advantage`, `token_weight` u_i with every divisor inside, `importance_share`."""
-        advantage = torch.tensor([step_inputs[sample_id] for sample_id in facts.ids], dtype=torch.float64)
+        """Per sample [n] float64:
+
+        `advantage`, `token_weight` u_i with every divisor inside, `importance_share`.
+        """
+        advantage = torch.tensor(
+            [step_inputs[sample_id] for sample_id in facts.ids], dtype=torch.float64
+        )
         has_gradient = advantage != 0.0
-        # The engine may skip samples of zero advantage, so importance is a mean over the tokens of the other samples.
+        # The engine may skip samples of zero advantage, so importance is a mean over the tokens of
+        # the other samples.
         num_tokens = float(facts.response_lens[has_gradient.numpy()].sum())
         return {
             "advantage": advantage,
@@ -211,7 +270,11 @@ class PolicyGradient(Objective):
         }
 
     def couple(
-        self, table: SampleTable, scores: Tensor | None, sampler_ratios: Tensor | None, known: dict[str, Tensor]
+        self,
+        table: SampleTable,
+        scores: Tensor | None,
+        sampler_ratios: Tensor | None,
+        known: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """float64 [m]: `ratio` rho and `sampler_ratio` w of each sample, and `known` unchanged."""
         found = dict(known)
@@ -224,7 +287,9 @@ class PolicyGradient(Objective):
             found["sampler_ratio"] = (sampler_ratios * lens).clamp(max=MAX_LOG_RATIO).exp()
         return found
 
-    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: dict[str, float]) -> Prepared:
+    def prepare(
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: dict[str, float]
+    ) -> Prepared:
         """Per sample [n] float64: see `known` and `couple`."""
         per_sample = self.known(facts, step_inputs)
         if self.coupling == "sample":
@@ -236,14 +301,16 @@ class PolicyGradient(Objective):
             found = self.couple(table, None if scores is None else scores[table.rows], in_order, {})
             per_sample |= {name: by_row(values, table) for name, values in found.items()}
         no_gradient = per_sample["advantage"] == 0.0
-        num_samples, num_tokens = facts.num_samples, float(facts.response_lens[~no_gradient.numpy()].sum())
+        num_samples = facts.num_samples
+        num_tokens = float(facts.response_lens[~no_gradient.numpy()].sum())
         has_other_terms = self.options.kl_in == "loss" or self.options.entropy_coef > 0
         return Prepared(
             per_sample=per_sample,
             denominators=self._named(importance_mean=num_tokens, importance_cut_frac=num_tokens)
             | dict.fromkeys(self._named(clip_frac=0, kl=0), float(facts.response_lens.sum())),
             metrics=self._named(
-                advantage_abs_mean=float(np.abs(per_sample["advantage"].numpy()).sum()) / num_samples,
+                advantage_abs_mean=float(np.abs(per_sample["advantage"].numpy()).sum())
+                / num_samples,
                 zero_advantage_frac=float(no_gradient.sum()) / num_samples,
                 truncated_frac=float(facts.truncated.sum()) / num_samples,
             ),
@@ -266,18 +333,24 @@ class PolicyGradient(Objective):
         return weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """`clip_frac`, the share of trained tokens whose gradient is clipped, and with kl_coef > 0 the mean `kl`
-        (nats). With importance: `importance_mean` and `importance_cut_frac` over the tokens of samples with a nonzero
-        advantage, so without groups of equal rewards. The objective's name precedes each name."""
+        """`clip_frac`, the share of trained tokens whose gradient is clipped, and with kl_coef > 0
+        the mean `kl` (nats). With importance: `importance_mean` and `importance_cut_frac` over the
+        tokens of samples with a nonzero advantage, so without groups of equal rewards. The
+        objective's name precedes each name.
+        """
         num_tokens = tokens.response_lens.sum().clamp(min=1)
         advantage = self.token_advantage(tokens, prepared)
         ratio = self._ratio(tokens, prepared)
-        metrics = self._named(clip_frac=self.is_clipped(ratio, advantage).to(ratio.dtype) / num_tokens)
+        metrics = self._named(
+            clip_frac=self.is_clipped(ratio, advantage).to(ratio.dtype) / num_tokens
+        )
         importance = self._importance(tokens, prepared)
         if importance is not None:
             share = at_tokens(prepared.per_sample["importance_share"], tokens)
             is_cut = self._is_cut(self._sampler_ratio(tokens, prepared))
-            metrics |= self._named(importance_mean=importance * share, importance_cut_frac=is_cut * share)
+            metrics |= self._named(
+                importance_mean=importance * share, importance_cut_frac=is_cut * share
+            )
         if self.options.kl_coef > 0:
             metrics |= self._named(kl=self._kl(tokens) / num_tokens)
         return metrics
@@ -288,7 +361,8 @@ class PolicyGradient(Objective):
     def _ratio(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """[t], rho with gradient, also if its value is 1 by construction.
 
-        A sample's rho has the sample's value, and the gradient of its u_i |o_i| l(rho) by the token's own log-prob.
+        A sample's rho has the sample's value, and the gradient of its u_i |o_i| l(rho) by the
+        token's own log-prob.
         """
         if self.ratio_of == "token":
             return torch.exp((tokens.logprobs - self._step_start(tokens)).clamp(max=MAX_LOG_RATIO))
@@ -303,7 +377,9 @@ class PolicyGradient(Objective):
         return given(tokens.step_start_logprobs, "step_start log-probs")
 
     def _importance(self, tokens: TokenRecord, prepared: Prepared) -> Tensor | None:
-        """[t], the factor of the policy-gradient term, without gradient; None when there is no correction."""
+        """[t], the factor of the policy-gradient term, without gradient; None when there is no
+        correction.
+        """
         cap = self.options.importance_cap
         if cap is None:
             return None
@@ -314,7 +390,8 @@ class PolicyGradient(Objective):
 
     def _is_cut(self, ratio: Tensor) -> Tensor:
         """bool [t], tokens whose `_importance` is a bound or 0 instead of the ratio."""
-        cap, floor = self.options.importance_cap, self.options.importance_floor
+        cap = self.options.importance_cap
+        floor = self.options.importance_floor
         assert cap is not None
         return ratio > cap if floor is None else (ratio > cap) | (ratio < floor)
 
@@ -322,7 +399,9 @@ class PolicyGradient(Objective):
         """[t], w = pi_step_start / pi_sampler of the sampled tokens, or of their samples."""
         if self.options.importance_level == "sequence":
             return at_tokens(prepared.per_sample["sampler_ratio"], tokens)
-        log_ratio = self._step_start(tokens).detach() - given(tokens.sampler_logprobs, "the sampler's log-probs")
+        log_ratio = self._step_start(tokens).detach() - given(
+            tokens.sampler_logprobs, "the sampler's log-probs"
+        )
         return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
     def _kl(self, tokens: TokenRecord) -> Tensor:
@@ -347,9 +426,14 @@ def leave_one_out(rewards: Tensor, table: SampleTable) -> Tensor:
 
 
 def mean_weights(
-    response_lens: IntArray, loss_mean: Literal["token", "sequence", "dr_grpo"], constant_length: int | None = None
+    response_lens: IntArray,
+    loss_mean: Literal["token", "sequence", "dr_grpo"],
+    constant_length: int | None = None,
 ) -> FloatArray:
-    """float64 [n], weight of each token of a sample: 1/T over all T tokens, 1/(N |o_i|), or 1/(N constant_length)."""
+    """float64 [n], weight of each token of a sample:
+
+    1/T over all T tokens, 1/(N |o_i|), or 1/(N constant_length).
+    """
     num_samples = len(response_lens)
     match loss_mean:
         case "token":

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTable:
-    """Whole groups of a mini-batch on one device: [m] samples in the order of their ids, [g] groups.
+    """Whole groups of a mini-batch on one device: [m] samples in the order of their ids, [g]
+    groups.
 
     The methods compute within groups, in the dtype of the values.
     """
@@ -39,7 +40,9 @@ class SampleTable:
         return (self.members < len(self.group_of_sample)).sum(1).double()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """[g], sums of [m] by group, in the order of the members: one fixed order on every device, unlike `index_add`."""
+        """[g], sums of [m] by group, in the order of the members: one fixed order on every device,
+        unlike `index_add`.
+        """
         padded = values.new_zeros(len(values) + 1)
         padded[:-1] = values
         result = values.new_zeros(self.num_groups)
@@ -48,8 +51,11 @@ class SampleTable:
         return result
 
     def centred(self, values: torch.Tensor) -> torch.Tensor:
-        """[m], `values` minus their group's mean. Subtracts the first member before it computes the mean, so the result
-        is exactly 0 in a group of equal values."""
+        """[m], `values` minus their group's mean.
+
+        Subtracts the first member before it computes the mean, so the result is exactly 0 in a
+        group of equal values.
+        """
         shifted = values - values[self.members[:, 0]][self.group_of_sample]
         return shifted - (self.total(shifted) / self.sizes)[self.group_of_sample]
 

@@ -1,7 +1,9 @@
-"""Scores psi (6), class weights (3.5) and the sample loss (2) of PACS, each with its derivative. float64 [m], any device.
+"""Scores psi (6), class weights (3.5) and the sample loss (2) of PACS, each with its derivative.
+float64 [m], any device.
 
-Numbers in brackets are equations and sections of arXiv:2509.02522. These functions run between forward and backward of
-a micro-batch, so they raise for no value and do not synchronise with the host.
+Numbers in brackets are equations and sections of arXiv:2509.02522. These functions run between
+forward and backward of a micro-batch, so they raise for no value and do not synchronise with the
+host.
 """
 
 from typing import Literal
@@ -16,10 +18,13 @@ SCORE_EPS = 1e-6
 """e of the `grpo` score, added to the standard deviation (the authors' value)."""
 
 
-def group_scores(proxy: Tensor, table: SampleTable, score: ScoreName, std_floor: float | None) -> Tensor:
+def group_scores(
+    proxy: Tensor, table: SampleTable, score: ScoreName, std_floor: float | None
+) -> Tensor:
     """psi (6) from the reward proxy r.
 
-    `std_floor`: the `grpo` score divides by max(s, std_floor) + e. In a group below the floor the divisor is a constant.
+    `std_floor`: the `grpo` score divides by max(s, std_floor) + e. In a group below the floor the
+    divisor is a constant.
     """
     centred = table.centred(proxy)
     match score:
@@ -38,7 +43,8 @@ def proxy_gradient(
 ) -> Tensor:
     """c_j = dL/dr_j from g_i = dL/dpsi_i: the transposed Jacobian of `group_scores` at the proxy r.
 
-    Exactly 0 in a group whose g are all equal (except for `naive`): a group of one class with equal r.
+    Exactly 0 in a group whose g are all equal (except for `naive`): a group of one class with equal
+    r.
     """
     match score:
         case "naive":
@@ -56,7 +62,10 @@ def proxy_gradient(
 
 
 def class_weights(labels: Tensor, table: SampleTable, weighting: WeightingName) -> Tensor:
-    """w (3.5), float64 [m]. `question` gives each class half of a group's weight G. In a group of one class w is 1."""
+    """w (3.5), float64 [m].
+
+    `question` gives each class half of a group's weight G. In a group of one class w is 1.
+    """
     match weighting:
         case "none":
             return torch.ones_like(labels)
@@ -80,8 +89,8 @@ def one_class(labels: Tensor, table: SampleTable) -> Tensor:
 def sample_loss(psi: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """BCE of sigmoid(psi) against the label (2), nats, and its derivative sigmoid(psi) - y.
 
-    Both use the margin z = (1 - 2y) psi: loss = softplus(z), derivative = (1 - 2y) sigmoid(z). So neither overflows nor
-    cancels, and both have full relative precision in both tails.
+    Both use the margin z = (1 - 2y) psi: loss = softplus(z), derivative = (1 - 2y) sigmoid(z). So
+    neither overflows nor cancels, and both have full relative precision in both tails.
     """
     sign = 1.0 - 2.0 * labels
     margin = sign * psi

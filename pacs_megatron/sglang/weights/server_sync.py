@@ -1,4 +1,5 @@
-"""Updates the weights of SGLang servers, in an order that prevents samples of mixed or unverified weights:
+"""Updates the weights of SGLang servers, in an order that prevents samples of mixed or unverified
+weights:
 
     pause        the server samples no more tokens
     mark         `weight_version` becomes a text that no client accepts
@@ -7,8 +8,9 @@
     version      the server reports the new version, so the fleet's probes find it current
     resume       the server samples again
 
-A server that fails in any step stays paused and marked, so the fleet sets it to STALE, until the next update or a restart.
-The update continues with the other servers and raises SyncError if none is left.
+A server that fails in any step stays paused and marked, so the fleet sets it to STALE, until the
+next update or a restart. The update continues with the other servers and raises SyncError if none
+is left.
 """
 
 import hashlib
@@ -26,23 +28,37 @@ import torch
 from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.errors import PacsError, RolloutError, SyncError
 from pacs_megatron.models import ModelSpec
-from pacs_megatron.sglang.api import FRESH_VERSION, ServerRefusedError, SglangApi, WeightVersion, updating_version
+from pacs_megatron.sglang.api import (
+    FRESH_VERSION,
+    ServerRefusedError,
+    SglangApi,
+    WeightVersion,
+    updating_version,
+)
 from pacs_megatron.sglang.weights.bucket import Bucket, is_quantized, quantize_blockwise, scale_name
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, compare, hash_for
-from pacs_megatron.sglang.weights.transports import BroadcastTransport, DiskTransport, IpcTransport, Transport
+from pacs_megatron.sglang.weights.transports import (
+    BroadcastTransport,
+    DiskTransport,
+    IpcTransport,
+    Transport,
+)
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 8
-"""Number of parameters that `verify: sample` compares in an update; a server's first update compares all."""
+"""Number of parameters that `verify: sample` compares in an update; a server's first update
+compares all.
+"""
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
 
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """Result of one update: bytes sent to each server, wall-clock seconds, checksums compared over all servers, urls of servers
-    with the new weights, and the reasons of the others by url."""
+    """Result of one update: bytes sent to each server, wall-clock seconds, checksums compared over
+    all servers, urls of servers with the new weights, and the reasons of the others by url.
+    """
 
     version: int
     digest: str = ""
@@ -63,10 +79,16 @@ class _Target:
 
 
 class ServerSync:
-    """A `WeightReceiver` that updates every server of `set_targets`; `report` is the last update's result."""
+    """A `WeightReceiver` that updates every server of `set_targets`; `report` is the last update's
+    result.
+    """
 
-    def __init__(self, options: SglangRollout, dims: ModelDims, transport: Transport, bucket: Bucket) -> None:
-        """Floating-point tensors are cast to `options.dtype` before they are sent; FP8 blocks are not verified."""
+    def __init__(
+        self, options: SglangRollout, dims: ModelDims, transport: Transport, bucket: Bucket
+    ) -> None:
+        """Floating-point tensors are cast to `options.dtype` before they are sent; FP8 blocks are
+        not verified.
+        """
         self._sync = options.sync
         self._probe_timeout_s = min(options.dead_after_s, options.sync.timeout_s)
         """seconds after which an update skips a server whose scheduler does not respond"""
@@ -88,7 +110,9 @@ class ServerSync:
         self.report = SyncReport(version=-1)
 
     def set_targets(self, apis: Sequence[SglangApi]) -> None:
-        """Sets the servers of the next update: all servers that are not DEAD, or only those that missed an update."""
+        """Sets the servers of the next update: all servers that are not DEAD, or only those that
+        missed an update.
+        """
         self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
 
     def begin_update(self, version: int) -> None:
@@ -101,12 +125,19 @@ class ServerSync:
         self._transport.start(version)
         self._each(lambda target: self._open(target, version))
         self._sample = None
-        if self._sync.verify == "sample" and self._names and all(one.is_verified for one in self._live.values()):
-            chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))  # noqa: S311
+        if (
+            self._sync.verify == "sample"
+            and self._names
+            and all(one.is_verified for one in self._live.values())
+        ):
+            chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))
             self._sample = frozenset(chosen)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds one weight under its Hugging Face name; sends the bucket when full. Raises SyncError if no server is left."""
+        """Adds one weight under its Hugging Face name; sends the bucket when full.
+
+        Raises SyncError if no server is left.
+        """
         if self._quantizes and is_quantized(name):
             values, scale_inv = quantize_blockwise(tensor)
             self._pack(name, values)
@@ -133,17 +164,24 @@ class ServerSync:
         if self._sample is None and self._sync.verify != "off":
             self._names = tuple(next(iter(self._expected.values())).by_name)
         report = self.report
-        report.verified = sum(target.num_equal for target in self._live.values() if target.expected is not None)
-        report.digest, report.updated, report.seconds = digest, tuple(self._live), time.monotonic() - self._began
+        report.verified = sum(
+            target.num_equal for target in self._live.values() if target.expected is not None
+        )
+        report.digest = digest
+        report.updated = tuple(self._live)
+        report.seconds = time.monotonic() - self._began
         text = "weights %d: %d bytes to %d servers in %.2f s, %d checksums equal"
-        logger.info(text, report.version, report.num_bytes, len(self._live), report.seconds, report.verified)
+        logger.info(
+            text, report.version, report.num_bytes, len(self._live), report.seconds, report.verified
+        )
 
     def close(self) -> None:
         self._transport.close()
 
     def release_memory(self) -> None:
-        """Makes colocated servers release weights and KV cache before a training step; marks them as during an update.
-        The next update restores both."""
+        """Makes colocated servers release weights and KV cache before a training step; marks them
+        as during an update. The next update restores both.
+        """
         self._live = dict(self._targets)
         self._each(self._release)
 
@@ -151,7 +189,8 @@ class ServerSync:
         api = target.api
         api.post("/pause_generation", {"mode": "abort"}, self._sync.timeout_s)
         api.set_weight_version(updating_version(self.report.version))
-        # The server rejects this while a cancelled request still runs: a release of memory would crash it.
+        # The server rejects this while a cancelled request still runs: a release of memory would
+        # crash it.
         _flush_cache(api, required=True)
         api.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
         self._released[api.url] = {"kv_cache", "weights"}
@@ -162,10 +201,12 @@ class ServerSync:
             self._released[api.url].discard(tag)
 
     def _open(self, target: _Target, version: int) -> None:
-        api, sync = target.api, self._sync
+        api = target.api
+        sync = self._sync
         kind = api.placement(self._probe_timeout_s)
         if api.weight_version() == FRESH_VERSION:
-            # A (re)started server has its memory allocated, and its earlier process groups no longer exist.
+            # A (re)started server has its memory allocated, and its earlier process groups no
+            # longer exist.
             self._released.pop(api.url, None)
             self._transport.forget(api)
             target.is_verified = False
@@ -183,31 +224,40 @@ class ServerSync:
         self._transport.finish(api)
         if target.expected is not None:
             target.expected.check_complete()
-            skip = () if self._sample is None else [name for name in self._names if name not in self._sample]
+            skip = (
+                ()
+                if self._sample is None
+                else [name for name in self._names if name not in self._sample]
+            )
             got = api.checksums(skip, self._sync.timeout_s)
             is_complete = self._sample is None and not self._quantizes
             target.num_equal = compare(api.url, target.expected.by_name, got, is_complete)
             target.is_verified = target.is_verified or self._sample is None
         self._take_back(api, "kv_cache")
         _flush_cache(api, required=self._sync.pause != "in_place")
-        version, mark = self.report.version, updating_version(self.report.version)
+        version = self.report.version
+        mark = updating_version(self.report.version)
         reported = api.weight_version()
         if reported != mark:
             raise RolloutError(
-                f"{api.url} reports weights {reported!r} at the end of the update to {version}: it was restarted meanwhile, "
+                f"{api.url} reports weights {reported!r} at the end of the update to {version}: "
+                "it was restarted meanwhile, "
                 "or another run updates it"
             )
         api.set_weight_version(str(WeightVersion(version, digest)))
         try:
             api.post("/continue_generation", {})
         except RolloutError:
-            api.set_weight_version(mark)  # otherwise the fleet treats it as current, although it is paused
+            api.set_weight_version(
+                mark
+            )  # otherwise the fleet treats it as current, although it is paused
             raise
 
     def _flush(self) -> None:
         if self._bucket.tensors:
             if self._bucket.data.is_cuda:
-                torch.cuda.current_stream().synchronize()  # completes the bucket before other threads read it
+                # Completes the bucket before other threads read it.
+                torch.cuda.current_stream().synchronize()
             self._transport.prepare(self._bucket)
             self._each(lambda target: self._transport.send(target.api, self._bucket))
             self._bucket.clear()
@@ -222,7 +272,9 @@ class ServerSync:
                     result.result()
                 except PacsError as error:
                     self.report.failed[url] = str(error)
-                    logger.warning("weights %d did not reach %s: %s", self.report.version, url, error)
+                    logger.warning(
+                        "weights %d did not reach %s: %s", self.report.version, url, error
+                    )
                     self._transport.forget(self._live.pop(url).api)
         if not self._live:
             reasons = "; ".join(self.report.failed.values()) or "no server to update"
@@ -230,12 +282,17 @@ class ServerSync:
 
 
 def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> ServerSync:
-    """A `WeightReceiver` for the run's servers. `transport: disk` writes to `folder`, which belongs to this run, or to a
-    subfolder of `sync.folder` with a hash of the run's path, so that two runs never read each other's versions."""
+    """A `WeightReceiver` for the run's servers.
+
+    `transport: disk` writes to `folder`, which belongs to this run, or to a subfolder of
+    `sync.folder` with a hash of the run's path, so that two runs never read each other's versions.
+    """
     sync = options.sync
     if sync.folder is not None:
         run = folder.absolute().parent
-        folder = Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+        folder = (
+            Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+        )
     transport: Transport
     match sync.transport:
         case "disk":
@@ -244,13 +301,17 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
             transport = BroadcastTransport(sync.host, sync.timeout_s)
         case "ipc":
             transport = IpcTransport(sync.timeout_s)
-    dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts)
+    dims = ModelDims(
+        num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts
+    )
     return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:
-    """Drops the KV cache of the old weights; a request that is about to end may delay this. If not `required`, the
-    server may keep the cache for requests that are paused in place."""
+    """Drops the KV cache of the old weights; a request that is about to end may delay this.
+
+    If not `required`, the server may keep the cache for requests that are paused in place.
+    """
     for attempt in range(FLUSH_TRIES):
         try:
             api.post("/flush_cache", {})
@@ -259,5 +320,7 @@ def _flush_cache(api: SglangApi, required: bool) -> None:
             if not required:
                 return
             if attempt == FLUSH_TRIES - 1:
-                raise RolloutError(f"{api.url} kept KV cache of the old weights: {error}") from error
+                raise RolloutError(
+                    f"{api.url} kept KV cache of the old weights: {error}"
+                ) from error
             time.sleep(FLUSH_WAIT_S)

@@ -1,7 +1,9 @@
-"""Transports of weights to SGLang servers: disk, broadcast, IPC. `server_sync.ServerSync` decides the order of calls.
+"""Transports of weights to SGLang servers: disk, broadcast, IPC.
 
-Methods that take `api` run concurrently for several servers, in threads; their exceptions concern that one server only.
-Every wait has a timeout.
+`server_sync.ServerSync` decides the order of calls.
+
+Methods that take `api` run concurrently for several servers, in threads; their exceptions concern
+that one server only. Every wait has a timeout.
 """
 
 import base64
@@ -38,10 +40,15 @@ T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
 KEEP = {"flush_cache": False, "abort_all_requests": False}
 CUDA_ARG_DEVICE = 6
-"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's UUID there."""
+"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's
+UUID there.
+"""
 GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""The constructor of an NCCL group reads it. 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a
-broadcast, the group's watchdog aborts the group only. The default would end the whole process, rank 0."""
+"""The constructor of an NCCL group reads it.
+
+2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a broadcast, the group's
+watchdog aborts the group only. The default would end the whole process, rank 0.
+"""
 _environment_lock = threading.Lock()
 
 
@@ -95,8 +102,11 @@ class Transport:
 
 
 class DiskTransport(Transport):
-    """Writes a safetensors folder `v<version>` that every server can read. Renames it when it is complete, then removes
-    the previous version. Only this transport writes to `folder`; it also removes leftovers of an earlier attempt."""
+    """Writes a safetensors folder `v<version>` that every server can read.
+
+    Renames it when it is complete, then removes the previous version. Only this transport writes to
+    `folder`; it also removes leftovers of an earlier attempt.
+    """
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -108,7 +118,9 @@ class DiskTransport(Transport):
 
     def start(self, version: int) -> None:
         self._remove_others({self.path.name, f"v{version}"})
-        self.path, self._partial, self._shards = self._folder / f"v{version}", self._folder / f"v{version}.partial", {}
+        self.path = self._folder / f"v{version}"
+        self._partial = self._folder / f"v{version}.partial"
+        self._shards = {}
         with _disk_errors(self._partial):
             self._partial.mkdir(parents=True)
 
@@ -136,17 +148,25 @@ class DiskTransport(Transport):
         """Opens no session, because the server loads the folder itself."""
 
     def finish(self, api: SglangApi) -> None:
-        body = {"model_path": str(self.path), "load_format": "auto", **KEEP}  # the server's start may have set `dummy`
+        body = {
+            "model_path": str(self.path),
+            "load_format": "auto",
+            **KEEP,
+        }  # the server's start may have set `dummy`
         api.post("/update_weights_from_disk", body, self._timeout_s)
 
     def close(self) -> None:
-        """Removes all versions: the servers have loaded them, and a restarted server loads its model path."""
+        """Removes all versions: the servers have loaded them, and a restarted server loads its
+        model path.
+        """
         self._remove_others(set())
 
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Converts errors of a full or missing disk to a SyncError that names the folder; removes the partial version."""
+    """Converts errors of a full or missing disk to a SyncError that names the folder; removes the
+    partial version.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -155,13 +175,15 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """Runs `action` in a daemon thread, so that a blocked call does not delay the end of the process."""
+    """Runs `action` in a daemon thread, so that a blocked call does not delay the end of the
+    process.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # noqa: BLE001  # `result` raises it
+        except BaseException as error:  # `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="weight-sync", daemon=True).start()
@@ -170,7 +192,9 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group (gloo or NCCL) of this process, its rank 0, and the tensor-parallel ranks of one server."""
+    """A process group (gloo or NCCL) of this process, its rank 0, and the tensor-parallel ranks of
+    one server.
+    """
 
     name: str
     kind: Kind
@@ -178,7 +202,9 @@ class _Group:
     store: TCPStore | None
 
     def end(self) -> None:
-        """Aborts the group in a thread: a gloo group's destructor blocks until its broken broadcast times out."""
+        """Aborts the group in a thread: a gloo group's destructor blocks until its broken broadcast
+        times out.
+        """
         held = [self.backend, self.store]
         self.backend = self.store = None
 
@@ -192,8 +218,9 @@ class _Group:
 class BroadcastTransport(Transport):
     """One broadcast per bucket in a separate process group for each server: NCCL, or gloo on CPU.
 
-    If a server dies, the other servers keep their groups and complete the update. The trainer's default process group is
-    not used: the backends use a store that listens on `host` only (torch's default store listens on all interfaces).
+    If a server dies, the other servers keep their groups and complete the update. The trainer's
+    default process group is not used: the backends use a store that listens on `host` only (torch's
+    default store listens on all interfaces).
     """
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -216,32 +243,46 @@ class BroadcastTransport(Transport):
             "load_format": "flattened_bucket",
             **KEEP,
         }
-        call = _in_thread(lambda: api.post("/update_weights_from_distributed", body, self._timeout_s))
+        call = _in_thread(
+            lambda: api.post("/update_weights_from_distributed", body, self._timeout_s)
+        )
         sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
         try:
             call.result()  # first: a server that rejects the request never joins the broadcast
             sent.result(self._timeout_s)
         except (ServerRefusedError, RuntimeError, TimeoutError) as error:
             advice = self._advice(str(error)) if group.kind == "nccl" else ""
-            raise SyncError(f"{api.url}: broadcast failed: {str(error) or 'timeout'}{advice}") from error
+            raise SyncError(
+                f"{api.url}: broadcast failed: {str(error) or 'timeout'}{advice}"
+            ) from error
 
     @staticmethod
     def _advice(error: str) -> str:
-        """NCCL compares versions at the first broadcast of a group (its init.cc). The server's error has its version, from
-        torch (`NCCL version 2.30.7`) or NCCL (`rank 1 version 23007`)."""
+        """NCCL compares versions at the first broadcast of a group (its init.cc).
+
+        The server's error has its version, from torch (`NCCL version 2.30.7`) or NCCL (`rank 1
+        version 23007`).
+        """
         ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found = set(re.findall(r"NCCL version (\d+\.\d+\.\d+)", error))
         codes = (int(code) for code in re.findall(r"rank \d+ version (\d+)", error))
         found |= {f"{code // 10000}.{code // 100 % 100}.{code % 100}" for code in codes}
         theirs = " and ".join(sorted(found - {ours}))
-        servers = f"the server has NCCL {theirs}" if theirs else "the server needs the same (`pacs-megatron preflight`)"
+        servers = (
+            f"the server has NCCL {theirs}"
+            if theirs
+            else "the server needs the same (`pacs-megatron preflight`)"
+        )
         return (
-            f"; the trainer has NCCL {ours} (torch {torch.__version__}), {servers}; use one torch on both sides, or "
+            f"; the trainer has NCCL {ours} (torch {torch.__version__}), {servers}; use one torch "
+            "on both sides, or "
             "rollout.sync.transport=disk"
         )
 
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
-        """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon thread."""
+        """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon
+        thread.
+        """
         backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
 
     def forget(self, api: SglangApi) -> None:
@@ -264,14 +305,26 @@ class BroadcastTransport(Transport):
             listener = socket.create_server((self._host, 0))
             port = listener.getsockname()[1]
             store = TCPStore(
-                self._host, port, num_ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+                self._host,
+                port,
+                num_ranks,
+                True,
+                limit,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
             )
         except (OSError, RuntimeError) as error:
             raise SyncError(
-                f"rollout.sync.host={self._host}: not an address of this host that can listen ({error}); set one that "
+                f"rollout.sync.host={self._host}: not an address of this host that can listen "
+                f"({error}); set one that "
                 "servers can reach"
             ) from error
-        body = {"master_address": self._host, "master_port": port, "rank_offset": 1, "world_size": num_ranks}
+        body = {
+            "master_address": self._host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+        }
         body |= {"group_name": name, "backend": kind}
         call = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
         backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
@@ -279,11 +332,14 @@ class BroadcastTransport(Transport):
         try:
             return _Group(name, kind, backend.result(self._timeout_s), store)
         except (RuntimeError, TimeoutError) as error:
-            raise SyncError(f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}") from error
+            raise SyncError(
+                f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}"
+            ) from error
 
     def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
         """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
-        limit, device = timedelta(seconds=self._timeout_s), "cuda" if kind == "nccl" else "cpu"
+        limit = timedelta(seconds=self._timeout_s)
+        device = "cuda" if kind == "nccl" else "cpu"
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         if kind == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
@@ -297,8 +353,11 @@ class BroadcastTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """Shared memory of this host: CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors. Servers copy from the
-    bucket, which exists until every server has responded."""
+    """Shared memory of this host:
+
+    CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors. Servers copy from the
+    bucket, which exists until every server has responded.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -311,28 +370,36 @@ class IpcTransport(Transport):
         super().join(api)
 
     def prepare(self, bucket: Bucket) -> None:
-        # A CUDA handle counts its readers, so each rank needs its own (SGLang 0.5.23, managers/tp_worker.py:194).
+        # A CUDA handle counts its readers, so each rank needs its own (SGLang 0.5.23,
+        # managers/tp_worker.py:194).
         try:
             self._payloads = {
-                url: [shared_memory_payload(bucket.tensors) for _ in range(tp)] for url, tp in self._tp.items()
+                url: [shared_memory_payload(bucket.tensors) for _ in range(tp)]
+                for url, tp in self._tp.items()
             }
         except RuntimeError as error:
             raise SyncError(
-                f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: {error}; "
+                f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: "
+                f"{error}; "
                 "enlarge /dev/shm (containers often have 64 MB), or lower rollout.sync.bucket_mib"
             ) from error
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
         payloads = self._payloads[api.url]
-        api.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **KEEP}, self._timeout_s)
+        api.post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": payloads, **KEEP},
+            self._timeout_s,
+        )
 
     def forget(self, api: SglangApi) -> None:
         self._tp.pop(api.url, None)
 
 
 def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Base64 payload of `/update_weights_from_tensor`: memory handles, pickled for the server's restricted unpickler. The
-    trainer unpickles nothing."""
+    """Base64 payload of `/update_weights_from_tensor`: memory handles, pickled for the server's
+    restricted unpickler. The trainer unpickles nothing.
+    """
     buffer = io.BytesIO()
     with _shared_files():
         _HandlePickler(buffer).dump(tensors)
@@ -340,7 +407,9 @@ def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
 
 
 class _HandlePickler(ForkingPickler):
-    """torch's own reductions, with a GPU's UUID instead of its number, which differs between processes."""
+    """torch's own reductions, with a GPU's UUID instead of its number, which differs between
+    processes.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
@@ -352,7 +421,9 @@ class _HandlePickler(ForkingPickler):
 
 @contextmanager
 def _shared_files() -> Iterator[None]:
-    """Shares CPU memory by file name, because file descriptors can be passed to child processes only."""
+    """Shares CPU memory by file name, because file descriptors can be passed to child processes
+    only.
+    """
     before = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
     torch_mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:

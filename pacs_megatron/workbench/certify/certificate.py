@@ -26,16 +26,26 @@ class Certificate:
 
     @classmethod
     def of(
-        cls, loaded: LoadedConfig, case: Case, found: Comparison, folder: Path, *, seconds: float, on_gpu: bool
+        cls,
+        loaded: LoadedConfig,
+        case: Case,
+        found: Comparison,
+        folder: Path,
+        *,
+        seconds: float,
+        on_gpu: bool,
     ) -> Certificate:
         """The certificate of a comparison."""
-        own, compared = _precision(loaded.config), _precision(case.config)
+        own = _precision(loaded.config)
+        compared = _precision(case.config)
         precision = f"{compared} on {'GPUs' if on_gpu else 'CPU'}"
         not_certified = {
-            f"{own}, the run's own precision: {precision} was compared; use slurm/certify.sbatch": own != compared,
+            f"{own}, the run's own precision: {precision} was compared; use slurm/certify.sbatch": own
+            != compared,
             "speed, memory and the behaviour at full size": True,
             "rollouts, rewards, admission, evaluation and weight sync: the samples are recorded": True,
-            "Transformer Engine, NCCL and fused kernels: the CPU has Megatron's local layers and gloo": not on_gpu,
+            "Transformer Engine, NCCL and fused kernels: the CPU has Megatron's local layers and "
+            "gloo": not on_gpu,
         }
         content = {
             "result": "red" if found.first else "green",
@@ -50,7 +60,12 @@ class Certificate:
             "not_certified": [text for text, applies in not_certified.items() if applies],
             "metrics_not_compared": sorted(found.not_compared),
             "quantities": [
-                asdict(q) | {"largest": q.largest if q.largest < float("inf") else "not a number, or another shape"}
+                asdict(q)
+                | {
+                    "largest": q.largest
+                    if q.largest < float("inf")
+                    else "not a number, or another shape"
+                }
                 for q in found.quantities.values()
             ],
         }
@@ -69,20 +84,34 @@ class Certificate:
         return f"certified ({c['precision']}): {total} numbers equal the reference, {c['seconds']} s; {self.folder}"
 
     def write(self) -> None:
-        """Writes `certificate.json` and `certificate.html`; does not replace the certificate of an export."""
+        """Writes `certificate.json` and `certificate.html`; does not replace the certificate of an
+        export.
+        """
         text = json.dumps(self.content, indent=1).encode() + b"\n"
-        write_outputs([(self.folder / CERTIFICATE_FILE, text), (self.folder / "certificate.html", self._page().encode())])
+        write_outputs(
+            [
+                (self.folder / CERTIFICATE_FILE, text),
+                (self.folder / "certificate.html", self._page().encode()),
+            ]
+        )
 
     def _page(self) -> str:
         c = self.content
-        facts = {key: value for key, value in c.items() if isinstance(value, str | float) and value} | c["versions"]
+        facts = {
+            key: value for key, value in c.items() if isinstance(value, str | float) and value
+        } | c["versions"]
         quantities = [
-            f"{q['name']}: largest deviation {q['largest']} {q['unit']}, tolerance {q['tolerance']:g}, {q['compared']} "
+            f"{q['name']}: largest deviation {q['largest']} {q['unit']}, tolerance "
+            f"{q['tolerance']:g}, {q['compared']} "
             f"numbers{' (' + q['where'] + ')' if q['where'] else ''}"
             for q in c["quantities"]
         ]
-        title, colour = f"Certificate: {c['result']}", "right" if self.is_green else "wrong"
-        rows = "".join(f"<dt>{safe_text(key)}</dt><dd>{safe_text(str(value))}</dd>" for key, value in facts.items())
+        title = f"Certificate: {c['result']}"
+        colour = "right" if self.is_green else "wrong"
+        rows = "".join(
+            f"<dt>{safe_text(key)}</dt><dd>{safe_text(str(value))}</dd>"
+            for key, value in facts.items()
+        )
         body = f"<main><h1 class={colour}>{title}</h1><div class=card><dl>{rows}</dl></div>"
         for heading, lines in (
             ("Compared with the reference", quantities),

@@ -1,4 +1,6 @@
-"""Runs one rank of a certified run: the real policy, training step, save, resume and export, on recorded samples."""
+"""Runs one rank of a certified run: the real policy, training step, save, resume and export, on
+recorded samples.
+"""
 
 import hashlib
 import json
@@ -35,11 +37,16 @@ from pacs_megatron.workbench.certify.shrink import Case
 
 
 class _RecordedLoss(UpdateLoss):
-    """The loss of an update. `found`: row -> (log-probs, derivatives of the loss by them), both [response]."""
+    """The loss of an update.
+
+    `found`: row -> (log-probs, derivatives of the loss by them), both [response].
+    """
 
     found: dict[int, tuple[np.ndarray, np.ndarray]]
 
-    def __call__(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, report = super().__call__(batch, logprobs, entropy)
         slopes = torch.zeros_like(logprobs)
         if loss.requires_grad:
@@ -51,7 +58,9 @@ class _RecordedLoss(UpdateLoss):
 
 
 class _RecordedPolicy(MegatronPolicy):
-    """Writes each update to `folder`: a rank's log-probs and report, on rank 0 the weights after it."""
+    """Writes each update to `folder`: a rank's log-probs and report, on rank 0 the weights after
+    it.
+    """
 
     loss_function = _RecordedLoss
     folder: Path
@@ -64,7 +73,8 @@ class _RecordedPolicy(MegatronPolicy):
         _RecordedLoss.found = {}
         report = super().update(minibatch, *args)
         self.number += 1
-        facts, found = minibatch.facts, _RecordedLoss.found
+        facts = minibatch.facts
+        found = _RecordedLoss.found
         sources: dict[str, Mapping[int, np.ndarray] | None] = {
             "start": minibatch.step_start_logprobs,
             "reference": minibatch.reference_logprobs,
@@ -79,16 +89,24 @@ class _RecordedPolicy(MegatronPolicy):
         np.savez(self.folder / f"update_{self.number}.{self.rank.rank}.npz", **arrays)
         numbers = {name: getattr(report, name) for name in ("grad_norm", "is_clipped", "lr")} | {
             "version": self.version,
-            "metrics": {k: (v, report.denominators.get(k, facts.num_samples)) for k, v in report.metrics.items()},
+            "metrics": {
+                k: (v, report.denominators.get(k, facts.num_samples))
+                for k, v in report.metrics.items()
+            },
         }
-        (self.folder / f"update_{self.number}.{self.rank.rank}.json").write_text(json.dumps(numbers))
+        (self.folder / f"update_{self.number}.{self.rank.rank}.json").write_text(
+            json.dumps(numbers)
+        )
         _write_weights(self, self.folder / f"weights_{self.number}")
         if self.number == self.stop_after:
             self.stop.reason = "certify"
         return report
 
     def write_moments(self) -> None:
-        """Adam's moments under Hugging Face names, through the export: they replace the weights. Collective."""
+        """Adam's moments under Hugging Face names, through the export: they replace the weights.
+
+        Collective.
+        """
         for name in ("exp_avg", "exp_avg_sq"):
             for part in self.optimizer.optimizers():
                 for group in part.optimizer.param_groups if part.optimizer is not None else ():
@@ -115,7 +133,9 @@ class _RecordedCritic(Critic):
 
 def _write_weights(model: MegatronPolicy, file: Path) -> None:
     """Every tensor under its Hugging Face name. Collective."""
-    tensors: dict[str, Any] = {key: tensor.float().cpu().numpy().copy() for key, tensor in model.export_weights()}
+    tensors: dict[str, Any] = {
+        key: tensor.float().cpu().numpy().copy() for key, tensor in model.export_weights()
+    }
     digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
     file.with_name(f"{file.name}.{model.rank.rank}.digest").write_text(digest)
     if model.rank.rank == 0:
@@ -132,7 +152,10 @@ class _Recorded:
 
     def collect(self, step: int) -> StepSamples:
         names = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
-        facts = SampleFacts(ids=tuple(self._ids[str(step)]), **{name: self._data[f"{step}.{name}"] for name in names})
+        facts = SampleFacts(
+            ids=tuple(self._ids[str(step)]),
+            **{name: self._data[f"{step}.{name}"] for name in names},
+        )
         tokens = TokenBuffers(
             index=np.arange(facts.num_samples),
             token_ids=self._data[f"{step}.tokens"],
@@ -151,7 +174,8 @@ class _Recorded:
 
 
 def attempt(case: Case, folder: Path, number: int) -> None:
-    """Attempt 0 trains `case.stop_after` updates and saves; attempt 1 resumes in the other layout, ends the run, exports.
+    """Attempt 0 trains `case.stop_after` updates and saves; attempt 1 resumes in the other layout,
+    ends the run, exports.
 
     Collective over the ranks of the attempt's layout. Its files are in `folder/product`.
     """
@@ -161,12 +185,17 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     clip_grad = json.loads((folder / "case.json").read_text())["clip_grad"]
     changes: dict[str, Any] = {"clip_grad": clip_grad}
     if isinstance(config.objective, PpoOptions):
-        changes["critic"] = config.objective.critic.model_copy(update={"path": str(folder / "critic")})
+        changes["critic"] = config.objective.critic.model_copy(
+            update={"path": str(folder / "critic")}
+        )
     config = config.model_copy(update={"objective": config.objective.model_copy(update=changes)})
     place = (folder / "run", folder / "model", rank)
-    policy, stop = build_policy(config, *place, _RecordedPolicy), StopFlag(folder / "run")
+    policy = build_policy(config, *place, _RecordedPolicy)
+    stop = StopFlag(folder / "run")
     assert isinstance(policy, _RecordedPolicy)
-    policy.folder, policy.stop, policy.stop_after = folder / "product", stop, case.stop_after
+    policy.folder = folder / "product"
+    policy.stop = stop
+    policy.stop_after = case.stop_after
     run = RunContext(
         config=config,
         run_dir=folder / "run",
@@ -191,7 +220,9 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     _write_weights(policy, policy.folder / f"start_{number}")
     rows: dict[int, dict[str, float | None]] = {}
     with suppress(Interrupted):
-        while progress.step < (case.steps if number or config.batch.updates_per_step > 1 else case.stop_after):
+        while progress.step < (
+            case.steps if number or config.batch.updates_per_step > 1 else case.stop_after
+        ):
             progress.complete_step(train_step(run, progress))
             rows[progress.step] = progress.row or {}
     save(run, progress, final=True)
@@ -200,12 +231,16 @@ def attempt(case: Case, folder: Path, number: int) -> None:
     if number:
         export_hf(run, policy, policy.folder / "hf")
         policy.write_moments()
-    dist.barrier(group=rank.control)  # an early exit of a rank would reset the connections of other ranks
+    dist.barrier(
+        group=rank.control
+    )  # an early exit of a rank would reset the connections of other ranks
     groups.shutdown(keep_world=True)
 
 
 def convert(folder: Path) -> None:
-    """Converts the last checkpoint to Hugging Face and back; writes the tensors of both in the ranks' format."""
+    """Converts the last checkpoint to Hugging Face and back; writes the tensors of both in the
+    ranks' format.
+    """
     product = folder / "product"
     megatron_to_hf(folder / "run", Options(out=product / "to_hf"), step=None)
     hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron"))

@@ -1,6 +1,8 @@
-"""The reference of `certify`: a plain training loop. It imports only `formulas.py` from pacs_megatron, which imports
-nothing from it (a test reads the imports). It uses transformers in float64, one sample per forward, autograd through
-the whole mini-batch, and an AdamW and a schedule written from docs/configuration.md.
+"""The reference of `certify`: a plain training loop.
+
+It imports only `formulas.py` from pacs_megatron, which imports nothing from it (a test reads the
+imports). It uses transformers in float64, one sample per forward, autograd through the whole
+mini-batch, and an AdamW and a schedule written from docs/configuration.md.
 """
 
 import json
@@ -22,7 +24,10 @@ CRITIC = "critic"
 
 
 class Model:
-    """A transformers model in float64. `named` gives parameters and their moments the names of a checkpoint."""
+    """A transformers model in float64.
+
+    `named` gives parameters and their moments the names of a checkpoint.
+    """
 
     def __init__(self, folder: Path, temperature: float) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -32,27 +37,42 @@ class Model:
         self.model = kind.from_pretrained(folder, dtype=torch.float64, **options).eval()
         for module in self.model.modules():
             if hasattr(module, "variance_epsilon"):  # transformers' norms compute in float32
-                norm, shape = torch.nn.functional.rms_norm, module.weight.shape
+                norm = torch.nn.functional.rms_norm
+                shape = module.weight.shape
                 eps = module.variance_epsilon
-                module.forward = partial(norm, normalized_shape=shape, weight=module.weight, eps=eps)
-        self.routers = [_Router(module) for module in self.model.modules() if hasattr(module, "norm_topk_prob")]
+                module.forward = partial(
+                    norm, normalized_shape=shape, weight=module.weight, eps=eps
+                )
+        self.routers = [
+            _Router(module) for module in self.model.modules() if hasattr(module, "norm_topk_prob")
+        ]
         self.temperature = temperature
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
 
-    def sample(self, ids: np.ndarray, prompt_len: int, routes: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of one sample's response, with graph. `routes`: the experts of each layer with experts."""
+    def sample(
+        self, ids: np.ndarray, prompt_len: int, routes: list[Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of one sample's response, with graph.
+
+        `routes`: the experts of each layer with experts.
+        """
         every = torch.log_softmax(self._logits(ids, prompt_len, routes) / self.temperature, dim=-1)
         tokens = torch.from_numpy(ids[prompt_len:].astype(np.int64))
         return every.gather(1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
     def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
-        """A critic's values before each token of one sample's response, with graph. Its own router selects experts."""
+        """A critic's values before each token of one sample's response, with graph.
+
+        Its own router selects experts.
+        """
         return self._logits(ids, prompt_len, [None] * len(self.routers))[:, 0]
 
     def _logits(self, ids: np.ndarray, prompt_len: int, routes: Sequence[Tensor | None]) -> Tensor:
         for router, chosen in zip(self.routers, routes, strict=False):
             router.chosen = chosen
-        found: Tensor = self.model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits
+        found: Tensor = self.model(
+            torch.from_numpy(ids.astype(np.int64))[None], use_cache=False
+        ).logits
         return found[0, prompt_len - 1 : -1]
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -63,7 +83,9 @@ class Model:
             for number, expert in enumerate(value.detach().numpy() if base else ()):
                 parts = [expert] if last == "down_proj" else np.split(expert, 2)
                 for name, part in zip(
-                    ("down_proj",) if len(parts) == 1 else ("gate_proj", "up_proj"), parts, strict=True
+                    ("down_proj",) if len(parts) == 1 else ("gate_proj", "up_proj"),
+                    parts,
+                    strict=True,
                 ):
                     found[f"{base}.experts.{number}.{name}.weight"] = part
             found |= {} if base else {key: value.detach().numpy()}
@@ -79,7 +101,10 @@ class Model:
 
 
 class _Router:
-    """The router of a Qwen3 layer with experts, in float64. It uses the experts `chosen` [tokens, top k], if set."""
+    """The router of a Qwen3 layer with experts, in float64.
+
+    It uses the experts `chosen` [tokens, top k], if set.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -91,16 +116,25 @@ class _Router:
         every = logits.softmax(-1)
         self.chosen = every.topk(self.module.top_k).indices if self.chosen is None else self.chosen
         values = every.gather(1, self.chosen)
-        return logits, values / values.sum(-1, keepdim=True) if self.module.norm_topk_prob else values, self.chosen
+        return (
+            logits,
+            values / values.sum(-1, keepdim=True) if self.module.norm_topk_prob else values,
+            self.chosen,
+        )
 
 
 def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
-    """Writes random weights for the config.json in `folder`, and the critic's; their range is wide enough to show errors."""
+    """Writes random weights for the config.json in `folder`, and the critic's; their range is wide
+    enough to show errors.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     torch.manual_seed(seed)
     config = (folder / "config.json").read_text()
-    models = ((AutoModelForCausalLM, folder), (AutoModelForTokenClassification, folder.with_name(CRITIC)))
+    models = (
+        (AutoModelForCausalLM, folder),
+        (AutoModelForTokenClassification, folder.with_name(CRITIC)),
+    )
     for kind, target in models if with_critic else models[:1]:
         labels = {"num_labels": 1} if target != folder else {}
         model = kind.from_config(AutoConfig.from_pretrained(folder, **labels), dtype=torch.float32)
@@ -114,23 +148,33 @@ def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
 class Adam:
     """AdamW with decoupled decay of matrices only, clipping by the global norm, and the schedule."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], o: Mapping[str, Any], clip: float, total: int) -> None:
-        self.parameters, self.o, self.clip, self.total = parameters, o, clip, total
+    def __init__(
+        self, parameters: Mapping[str, Tensor], o: Mapping[str, Any], clip: float, total: int
+    ) -> None:
+        self.parameters = parameters
+        self.o = o
+        self.clip = clip
+        self.total = total
         self.reset()
 
     def reset(self) -> None:
         self.count = 0
-        self.first, self.second = ({name: torch.zeros_like(p) for name, p in self.parameters.items()} for _ in "mv")
+        self.first, self.second = (
+            {name: torch.zeros_like(p) for name, p in self.parameters.items()} for _ in "mv"
+        )
 
     def norm(self) -> float:
-        return math.sqrt(sum(float(p.grad.pow(2).sum()) for p in self.parameters.values() if p.grad is not None))
+        return math.sqrt(
+            sum(float(p.grad.pow(2).sum()) for p in self.parameters.values() if p.grad is not None)
+        )
 
     def clips(self, norm: float) -> bool:
         return 0 < self.clip < norm
 
     def rate(self, number: int) -> float:
         """Learning rate of the planned update `number`, from 1."""
-        o, warmup = self.o, min(self.o["warmup_updates"], self.total - 1)
+        o = self.o
+        warmup = min(self.o["warmup_updates"], self.total - 1)
         if number <= warmup:
             return float(o["lr"] * number / warmup)
         if o["schedule"] == "constant":
@@ -142,20 +186,26 @@ class Adam:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        o, norm = self.o, self.norm()
+        o = self.o
+        norm = self.norm()
         scale = self.clip / (norm + 1e-6) if self.clips(norm) else 1.0
         self.count += 1
-        b1, b2 = o["adam_beta1"], o["adam_beta2"]
+        b1 = o["adam_beta1"]
+        b2 = o["adam_beta2"]
         for name, p in self.parameters.items():
             gradient = torch.zeros_like(p) if p.grad is None else p.grad * scale
             m = self.first[name].mul_(b1).add_(gradient, alpha=1 - b1) / (1 - b1**self.count)
-            v = self.second[name].mul_(b2).add_(gradient * gradient, alpha=1 - b2) / (1 - b2**self.count)
+            v = self.second[name].mul_(b2).add_(gradient * gradient, alpha=1 - b2) / (
+                1 - b2**self.count
+            )
             p *= 1 - lr * (o["weight_decay"] if p.ndim > 1 else 0.0)
             p -= lr * m / (v.sqrt() + o["adam_eps"])
 
 
 class Reference:
-    """Trains the case in `folder` (case.json, steps.npz, model/) and writes `reference/` beside them."""
+    """Trains the case in `folder` (case.json, steps.npz, model/) and writes `reference/` beside
+    them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,30 +214,50 @@ class Reference:
         self.data: dict[str, Any] = dict(np.load(folder / "steps.npz"))
         self.model = Model(folder / "model", self.case["temperature"])
         total = self.case["steps"] * self._updates()
-        self.adam = Adam(self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total)
+        self.adam = Adam(
+            self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total
+        )
         self.critic: Model | None = None
         if self.options["name"] == "ppo":
-            self.critic, o, lr = Model(folder / CRITIC, 1.0), self.case["optimizer"], self.options["critic"]["lr"]
+            self.critic = Model(folder / CRITIC, 1.0)
+            o = self.case["optimizer"]
+            lr = self.options["critic"]["lr"]
             own = o | {"lr": lr, "min_lr": o["min_lr"] * lr / o["lr"]}
             self.critic_adam = Adam(self.critic.parameters, own, self.case["clip_grad"], total)
         self.routes: dict[int, list[Tensor | None]] = {}
         """row -> experts of each layer in the last pass over all samples"""
 
     def logps(
-        self, step: int, rows: Sequence[int] | None = None, *, replays: bool = False, is_frozen: bool = False
+        self,
+        step: int,
+        rows: Sequence[int] | None = None,
+        *,
+        replays: bool = False,
+        is_frozen: bool = False,
     ) -> tuple[Logps, Logps]:
-        """(log-probs, entropies) of some samples, with a graph; None: of all samples, without a graph.
+        """(log-probs, entropies) of some samples, with a graph; None: of all samples, without a
+        graph.
 
-        Uses the sampler's experts if the case has them, unless `is_frozen`; `replays`: uses the experts of `self.routes`.
+        Uses the sampler's experts if the case has them, unless `is_frozen`; `replays`: uses the
+        experts of `self.routes`.
         """
-        samples, found = self._samples(step), []
+        samples = self._samples(step)
+        found = []
         with torch.set_grad_enabled(rows is not None):
             for row in range(len(samples)) if rows is None else rows:
-                routes: list[Tensor | None] = self.routes[row] if replays else [None] * len(self.model.routers)
-                if f"{step}.routes" in self.data and not is_frozen:  # of every input token but the last
+                routes: list[Tensor | None] = (
+                    self.routes[row] if replays else [None] * len(self.model.routers)
+                )
+                if (
+                    f"{step}.routes" in self.data and not is_frozen
+                ):  # of every input token but the last
                     first = sum(len(ids) - 1 for ids, _ in samples[:row])
-                    given = torch.from_numpy(self.data[f"{step}.routes"][first : first + len(samples[row][0]) - 1])
-                    routes = [torch.cat([given[:, k], given[-1:, k]]).long() for k in range(len(routes))]
+                    given = torch.from_numpy(
+                        self.data[f"{step}.routes"][first : first + len(samples[row][0]) - 1]
+                    )
+                    routes = [
+                        torch.cat([given[:, k], given[-1:, k]]).long() for k in range(len(routes))
+                    ]
                 found.append(self.model.sample(*samples[row], routes))
                 if rows is None:
                     self.routes[row] = [router.chosen for router in self.model.routers]
@@ -197,7 +267,9 @@ class Reference:
         """(token ids, length of the prompt) of each."""
         prompt_lens = self.data[f"{step}.prompt_lens"]
         ends = np.cumsum(prompt_lens + self.data[f"{step}.response_lens"])[:-1]
-        return list(zip(np.split(self.data[f"{step}.tokens"], ends), prompt_lens.tolist(), strict=True))
+        return list(
+            zip(np.split(self.data[f"{step}.tokens"], ends), prompt_lens.tolist(), strict=True)
+        )
 
     def _updates(self) -> int:
         """Planned updates of a step."""
@@ -209,10 +281,15 @@ class Reference:
         num = int(groups.max()) + 1
         parts = min(self.case["updates_per_step"], num)
         bounds = [round(num * k / parts) for k in range(parts + 1)]
-        shares = [[r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]] for k in range(parts)]
+        shares = [
+            [r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]]
+            for k in range(parts)
+        ]
         return shares * int(self.case["epochs"])
 
-    def batch(self, step: int, rows: list[int], own: tuple[Logps, Logps], starts: Logps, frozen: Logps) -> Batch:
+    def batch(
+        self, step: int, rows: list[int], own: tuple[Logps, Logps], starts: Logps, frozen: Logps
+    ) -> Batch:
         """`own`: log-probs and entropies."""
         groups = self.data[f"{step}.groups"][rows]
         ends = np.cumsum(self.data[f"{step}.response_lens"])[:-1]
@@ -231,16 +308,21 @@ class Reference:
         )
 
     def prepare(self) -> None:
-        """Completes the case: the sampler's log-probs are those of the first weights plus the noise, and clip_grad is a
-        norm that some updates exceed."""
+        """Completes the case: the sampler's log-probs are those of the first weights plus the
+        noise, and clip_grad is a norm that some updates exceed.
+        """
         norms = []
         for step in range(1, self.case["steps"] + 1):
             starts = self.logps(step)[0]
-            self.data[f"{step}.sampler"] = (torch.cat(starts).numpy() + self.data[f"{step}.noise"]).astype(np.float32)
+            self.data[f"{step}.sampler"] = (
+                torch.cat(starts).numpy() + self.data[f"{step}.noise"]
+            ).astype(np.float32)
             for rows in self.minibatches(step) if self.case["clip_grad"] else []:
                 self.model.model.zero_grad()
                 batch = self.batch(step, rows, self.logps(step, rows), starts, starts)
-                batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, starts)
+                batch.step = self.batch(
+                    step, list(range(len(starts))), (starts, []), starts, starts
+                )
                 self._estimate(step, 0, batch)
                 torch.autograd.backward(formulas.OBJECTIVES[self.options["name"]](batch)[0])
                 norms.append(self.adam.norm())
@@ -252,7 +334,9 @@ class Reference:
 
     @torch.no_grad()
     def _estimate(self, step: int, index: int, batch: Batch) -> None:
-        """Sets the mini-batch's advantages, and for a step's first update the values and returns of all samples."""
+        """Sets the mini-batch's advantages, and for a step's first update the values and returns of
+        all samples.
+        """
         if self.critic is None or batch.step is None:
             return
         if index == 0:
@@ -260,21 +344,32 @@ class Reference:
             self.advantages, self.returns = formulas.estimates(batch.step, self.starts)
         batch.advantages = [self.advantages[row] for row in batch.rows]
 
-    def _update_critic(self, step: int, number: int, rows: list[int]) -> tuple[dict[str, Any], Metrics]:
+    def _update_critic(
+        self, step: int, number: int, rows: list[int]
+    ) -> tuple[dict[str, Any], Metrics]:
         """(weights, metrics) of one update of the critic; empty without one."""
         if self.critic is None:
             return {}, {}
         self.critic.model.zero_grad()
-        samples, adam = self._samples(step), self.critic_adam
+        samples = self._samples(step)
+        adam = self.critic_adam
         starts, returns = ([every[row] for row in rows] for every in (self.starts, self.returns))
         values = [self.critic.values(*samples[row]) for row in rows]
         loss, metrics = formulas.value_loss(self.options, values, starts, returns)
         torch.autograd.backward(loss)
-        norm, lr = adam.norm(), adam.rate(number)
+        norm = adam.norm()
+        lr = adam.rate(number)
         adam.step(lr)
-        own = {"loss": float(loss.detach()), "grad_norm": norm, "lr": lr, "clipped_frac": float(adam.clips(norm))}
+        own = {
+            "loss": float(loss.detach()),
+            "grad_norm": norm,
+            "lr": lr,
+            "clipped_frac": float(adam.clips(norm)),
+        }
         metrics |= {f"critic/{name}": (value, len(rows)) for name, value in own.items()}
-        return {f"critic {name}": v for name, v in self.critic.named(self.critic.parameters).items()}, metrics
+        return {
+            f"critic {name}": v for name, v in self.critic.named(self.critic.parameters).items()
+        }, metrics
 
     def train(self) -> None:
         """All updates of the case."""
@@ -303,13 +398,24 @@ class Reference:
         self, number: int, step: int, index: int, rows: list[int], starts: Logps, frozen: Logps
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """(arrays, numbers) of one update."""
-        o, case, n = self.options, self.case, len(rows)
+        o = self.options
+        case = self.case
+        n = len(rows)
         self.model.model.zero_grad()
-        counts = formulas.passes(o, max(index, case["epochs"] - 1))  # of a mini-batch, for all its epochs
+        counts = formulas.passes(
+            o, max(index, case["epochs"] - 1)
+        )  # of a mini-batch, for all its epochs
         own, entropies = self.logps(step, rows, replays=counts["passes/step_start"][0] > 0)
-        arrays = {"update": own, "start": [starts[row] for row in rows], "reference": [frozen[row] for row in rows]}
-        # The objective is evaluated at the product's log-probs, which the comparison bounds; the graph is this model's.
-        ids, found, logps = [case["ids"][str(step)][row] for row in rows], dict[str, Tensor](), []
+        arrays = {
+            "update": own,
+            "start": [starts[row] for row in rows],
+            "reference": [frozen[row] for row in rows],
+        }
+        # The objective is evaluated at the product's log-probs, which the comparison bounds; the
+        # graph is this model's.
+        ids = [case["ids"][str(step)][row] for row in rows]
+        found = dict[str, Tensor]()
+        logps = []
         for file in sorted((self.folder / "product").glob(f"update_{number}.*.npz")):
             found |= {key: torch.from_numpy(value).double() for key, value in np.load(file).items()}
         for i, logp in zip(ids, own, strict=True):
@@ -317,7 +423,11 @@ class Reference:
             logps[-1].retain_grad()
         batch = self.batch(step, rows, (logps, entropies), starts, frozen)
         batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, frozen)
-        first = {f"start {i}": logp.detach() for i, logp in zip(ids, logps, strict=True)} if index == 0 else {}
+        first = (
+            {f"start {i}": logp.detach() for i, logp in zip(ids, logps, strict=True)}
+            if index == 0
+            else {}
+        )
         batch.starts, batch.frozen = (
             [values.get(f"{kind} {i}", logp) for i, logp in zip(ids, arrays[kind], strict=True)]
             for kind, values in (("start", first | found), ("reference", found))
@@ -329,17 +439,27 @@ class Reference:
         skips = index == 0 and case["epochs"] == 1 and formulas.skips_zero_gradient(o)
         skipped = [skips and zero for zero in formulas.without_gradient(batch, slopes)]
         planned = (step - 1) * self._updates() + index + 1
-        norm, lr = self.adam.norm(), self.adam.rate(planned)
+        norm = self.adam.norm()
+        lr = self.adam.rate(planned)
         self.adam.step(lr)
         critic, critic_metrics = self._update_critic(step, planned, rows)
         seen = [k for k in range(n) if not skipped[k]]
         if seen:
-            forward = [torch.cat([values[k].detach() for k in seen]) for values in (logps, entropies, batch.sampler)]
+            forward = [
+                torch.cat([values[k].detach() for k in seen])
+                for values in (logps, entropies, batch.sampler)
+            ]
             metrics |= formulas.token_metrics(forward[0], forward[1], forward[2], case)
         metrics |= counts | {"objective/loss": (float(loss.detach()), n)}
         if o["name"] != "sft":
-            metrics[f"{o['name']}/truncated_frac"] = (float(self.data[f"{step}.truncated"][rows].mean()), n)
-        weights = {f"weight {name}": value for name, value in self.model.named(self.model.parameters).items()}
+            metrics[f"{o['name']}/truncated_frac"] = (
+                float(self.data[f"{step}.truncated"][rows].mean()),
+                n,
+            )
+        weights = {
+            f"weight {name}": value
+            for name, value in self.model.named(self.model.parameters).items()
+        }
         arrays["coefficient"] = slopes
         files = {name: torch.cat(values).detach().numpy() for name, values in arrays.items()}
         return weights | files | critic, {

@@ -1,4 +1,6 @@
-"""`certify`: trains a tiny case on the product's ranks and on the reference, compares, writes a certificate."""
+"""`certify`: trains a tiny case on the product's ranks and on the reference, compares, writes a
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def certify(
 ) -> Certificate | None:
     """Certifies a configuration and writes the certificate to `out` (default: the run's folder).
 
-    Runs in processes on this host's CPU, or as a rank of a job on its GPUs; then returns None on all ranks except 0.
+    Runs in processes on this host's CPU, or as a rank of a job on its GPUs; then returns None on
+    all ranks except 0.
     """
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
@@ -49,13 +52,17 @@ def certify(
     check_output(folder / CERTIFICATE_FILE, b'{\n "result": ')  # an export's certificate is kept
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} is the folder of a model; choose another --out")
-    work, start, is_bf16 = folder / ".work", time.monotonic(), case.config.precision.dtype == "bf16"
+    work = folder / ".work"
+    start = time.monotonic()
+    is_bf16 = case.config.precision.dtype == "bf16"
     if place is not None and place.rank:
         _import(case, place)
         _attempts_of_rank(case, work, place)
         return None
     if work.is_symlink() or (work.exists() and not (work / "product").is_dir()):
-        raise ConfigError(f"{work} is not of an earlier `certify`; remove it, or choose another --out")
+        raise ConfigError(
+            f"{work} is not of an earlier `certify`; remove it, or choose another --out"
+        )
     check_free_disk(folder, 0)  # a few MB
     with RunLock(folder, "certify"):
         _import(case, place)
@@ -73,7 +80,8 @@ def certify(
             shutil.rmtree(work, ignore_errors=True)
     import torch
 
-    seconds, on_gpu = time.monotonic() - start, place is not None and torch.cuda.is_available()
+    seconds = time.monotonic() - start
+    on_gpu = place is not None and torch.cuda.is_available()
     certificate = Certificate.of(loaded, case, found, folder, seconds=seconds, on_gpu=on_gpu)
     certificate.write()
     return certificate
@@ -83,37 +91,51 @@ def make_case(loaded: LoadedConfig, world: int | None) -> Case:
     """The tiny case of a configuration. Raises ConfigError if its layout does not fit its model."""
     config = loaded.config
     hf_config = need_config(config.model.path, loaded.where("model.path"))
-    ranks, name = world or ranks_to_start(config), Path(config.model.path).name
-    if problems := layout_problems(config, ranks) + shape_problems(config, read_spec(hf_config), name):
+    ranks = world or ranks_to_start(config)
+    name = Path(config.model.path).name
+    if problems := layout_problems(config, ranks) + shape_problems(
+        config, read_spec(hf_config), name
+    ):
         raise loaded.fail(problems[0])
     return shrink(config, hf_config, layout_of(config, ranks), world=world)
 
 
 def _import(case: Case, place: RankPlace | None) -> None:
-    """Sets the ranks' environment, then imports the modules once before the fork, because an import takes seconds."""
-    os.environ.update(rank_environment(1 if place is None else place.local_world_size, single_host=place is None))
+    """Sets the ranks' environment, then imports the modules once before the fork, because an import
+    takes seconds.
+    """
+    os.environ.update(
+        rank_environment(1 if place is None else place.local_world_size, single_host=place is None)
+    )
     if place is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with report_wait("for torch, transformers and Megatron to load"):
         import torch
-        import transformers  # noqa: F401
+        import transformers
 
-        import pacs_megatron.workbench.certify.ranks  # noqa: F401
+        import pacs_megatron.workbench.certify.ranks
         from pacs_megatron.workbench.certify.formulas import OBJECTIVES
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     if (name := case.config.objective.name) not in OBJECTIVES:
-        raise ConfigError(f"certify has no reference for objective.name={name}; add its formula (docs/certify.md)")
+        raise ConfigError(
+            f"certify has no reference for objective.name={name}; add its formula (docs/certify.md)"
+        )
 
 
 def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
-    """All phases. The reference trains beside the conversion, after the ranks, whose log-probs it needs."""
+    """All phases.
+
+    The reference trains beside the conversion, after the ranks, whose log-probs it needs.
+    """
     from pacs_megatron.workbench.certify import ranks, reference
 
     write_samples(case, work, seed)
 
     def prepare() -> None:
-        reference.random_model(work / "model", seed, with_critic=case.config.objective.name == "ppo")
+        reference.random_model(
+            work / "model", seed, with_critic=case.config.objective.name == "ppo"
+        )
         reference.Reference(work).prepare()
 
     start = partial(Processes, work, limit_s=LIMIT_S)

@@ -21,21 +21,25 @@ _CURVES = (
 )
 _Places = dict[int, list[tuple[float, float]]]
 """Step or k -> (x value, value) of each run that has it"""
-_LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
+_LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"}
+)
 _LATEX |= str.maketrans({"[": "{[}", "\n": " "})  # after the end of a row, "[" starts an argument
 
 
 def compare_html(comparison: Comparison) -> str:
     """The page."""
     verdicts = "".join(f"<p>{safe_text(sentence)}</p>" for sentence in comparison.sentences())
-    names, tasks = [method.label for method in comparison.methods], safe_text(", ".join(comparison.tasks))
+    names = [method.label for method in comparison.methods]
+    tasks = safe_text(", ".join(comparison.tasks))
     title = " · ".join(names)
     differ = [["key", *names]]
     for key, given in comparison.differences.items():
         differ.append([key, *("–" if value is None else str(value) for value in given)])
     parts = [
         f"<h1>{safe_text(title)}</h1>",
-        f'<p class="soft"><small>Score: final pass@1, or final reward, of {tasks}. Brackets are 95 % intervals '
+        f'<p class="soft"><small>Score: final pass@1, or final reward, of {tasks}. Brackets are '
+        "95 % intervals "
         "by stratified bootstrap over seeds; bands are the standard error over seeds.</small></p>",
         f'<div class="card">{verdicts or "<p>One method: nothing to compare.</p>"}</div>',
         f"<h2>Scores</h2>{_table(_scores(comparison))}",
@@ -48,10 +52,14 @@ def compare_html(comparison: Comparison) -> str:
 
 
 def _scores(comparison: Comparison, mean: str = "{:.3f} ± {:.3f}") -> list[list[str]]:
-    """The rows of the table, the header first; `mean` shows a mean and its standard error, if there is one."""
+    """The rows of the table, the header first; `mean` shows a mean and its standard error, if there
+    is one.
+    """
     rows = [["method", "seeds", *comparison.tasks, "interquartile mean"]]
     for m in comparison.methods:
-        of_mean, of_iqm = (mean, "{:.3f} [{:.3f}, {:.3f}]") if len(m.runs) > 1 else ("{:.3f}", "{:.3f}")
+        of_mean, of_iqm = (
+            (mean, "{:.3f} [{:.3f}, {:.3f}]") if len(m.runs) > 1 else ("{:.3f}", "{:.3f}")
+        )
         cells = map(of_mean.format, m.scores.mean(axis=0), _standard_error(m.scores))
         rows.append([m.label, str(len(m.runs)), *cells, of_iqm.format(*m.iqm)])
     return rows
@@ -60,7 +68,9 @@ def _scores(comparison: Comparison, mean: str = "{:.3f} ± {:.3f}") -> list[list
 def _standard_error(values: np.ndarray) -> np.ndarray:
     """Over the first axis; zeros for one row."""
     count = len(values)
-    error: np.ndarray = values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(values.shape[1])
+    error: np.ndarray = (
+        values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(values.shape[1])
+    )
     return error
 
 
@@ -69,8 +79,15 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, list[Chart]]]:
     learning = [*((f"eval/{task}/pass@1", task, "pass@1") for task in comparison.tasks), _CURVES[0]]
     yield "Learning", [_curves(methods, *curve) for curve in learning]
     passes = [_pass_at_k(methods, task) for task in comparison.tasks]
-    yield "pass@k", [chart for chart in passes if any(len(series.points) > 1 for series in chart.series)]
-    by_cost = [(key, f"{title} by {x}", note, x) for key, title, note in learning[:4] for x in ("seconds", "tokens")]
+    yield (
+        "pass@k",
+        [chart for chart in passes if any(len(series.points) > 1 for series in chart.series)],
+    )
+    by_cost = [
+        (key, f"{title} by {x}", note, x)
+        for key, title, note in learning[:4]
+        for x in ("seconds", "tokens")
+    ]
     yield "Wall-clock and tokens", [_curves(methods, *curve) for curve in by_cost]
     yield "Training", [_curves(methods, *curve) for curve in _CURVES[1:]]
     profile = [
@@ -86,19 +103,25 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, list[Chart]]]:
 
 
 def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str = "step") -> Chart:
-    """Mean over the seeds that have the step, and its standard error; over seconds or tokens, steps that all seeds have."""
+    """Mean over the seeds that have the step, and its standard error; over seconds or tokens, steps
+    that all seeds have.
+    """
     series = []
     for method in methods:
         at: _Places = {}
         for run in method.runs:
             seconds = np.array([row.get("time/step_s") or 0.0 for row in run.rows])
             rates = [row.get("tokens_per_s") or 0.0 for row in run.rows] if x == "tokens" else 1.0
-            places = [row["step"] for row in run.rows] if x == "step" else np.cumsum(seconds * rates)
+            places = (
+                [row["step"] for row in run.rows] if x == "step" else np.cumsum(seconds * rates)
+            )
             for row, place in zip(run.rows, places, strict=True):
                 if row.get(key) is not None:
                     at.setdefault(row["step"], []).append((place, row[key]))
         most = max(map(len, at.values()), default=0)
-        series += _series(method, {k: found for k, found in at.items() if x == "step" or len(found) == most})
+        series += _series(
+            method, {k: found for k, found in at.items() if x == "step" or len(found) == most}
+        )
     return Chart(title=title, series=series, note=note, x=x)
 
 
@@ -111,13 +134,17 @@ def _series(method: Method, at: _Places) -> list[Series]:
 
 def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
     """pass@k over k at the end of the runs, or of their evaluations."""
-    series, prefix = [], f"eval/{task}/pass@"
+    series = []
+    prefix = f"eval/{task}/pass@"
     for method in methods:
         at: _Places = {}
         for run in method.runs:
-            rows = [run.results] if f"{prefix}1" in run.results else run.rows  # never a curve of both
+            rows = (
+                [run.results] if f"{prefix}1" in run.results else run.rows
+            )  # never a curve of both
             for key in {key: None for row in rows for key in row if key.startswith(prefix)}:
-                k, score = key.removeprefix(prefix), run.score(key)
+                k = key.removeprefix(prefix)
+                score = run.score(key)
                 if k.isdecimal() and score is not None:
                     at.setdefault(int(k), []).append((int(k), score))
         series += _series(method, at)
@@ -141,7 +168,8 @@ def compare_json(comparison: Comparison) -> str:
             for m in comparison.methods
         },
         "probability_of_improvement": [
-            {"x": x, "y": y, **chance._asdict()} for (x, y), chance in comparison.improvements.items()
+            {"x": x, "y": y, **chance._asdict()}
+            for (x, y), chance in comparison.improvements.items()
         ],
         "sentences": comparison.sentences(),
     }
@@ -156,17 +184,24 @@ def compare_csv(comparison: Comparison) -> str:
     for method in comparison.methods:
         for run, row in zip(method.runs, method.scores.tolist(), strict=True):
             writer.writerows(
-                [method.label, run.name, run.seed, *found] for found in zip(comparison.tasks, row, strict=True)
+                [method.label, run.name, run.seed, *found]
+                for found in zip(comparison.tasks, row, strict=True)
             )
     return out.getvalue()
 
 
 def compare_latex(comparison: Comparison) -> str:
-    """A `tabular` for the package booktabs: mean and standard error over seeds, interquartile mean with its interval."""
+    """A `tabular` for the package booktabs: mean and standard error over seeds, interquartile mean
+    with its interval.
+    """
     header, *rows = _scores(comparison, r"${:.3f} \pm {:.3f}$")
-    rows = [[name.translate(_LATEX) for name in header], *([row[0].translate(_LATEX), *row[1:]] for row in rows)]
+    rows = [
+        [name.translate(_LATEX) for name in header],
+        *([row[0].translate(_LATEX), *row[1:]] for row in rows),
+    ]
     first, *lines = [f"{' & '.join(row)} \\\\" for row in rows]
-    columns, body = "r" * (len(header) - 1), "\n".join(lines)
+    columns = "r" * (len(header) - 1)
+    body = "\n".join(lines)
     top = f"\\begin{{tabular}}{{l{columns}}}\n\\toprule\n{first}\n\\midrule\n"
     return f"{top}{body}\n\\bottomrule\n\\end{{tabular}}\n"
 

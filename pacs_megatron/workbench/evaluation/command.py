@@ -27,7 +27,13 @@ from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
-from pacs_megatron.runtime.files import check_distinct, check_output, is_file, json_line, write_outputs
+from pacs_megatron.runtime.files import (
+    check_distinct,
+    check_output,
+    is_file,
+    json_line,
+    write_outputs,
+)
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, run_folder
 from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, refuse_if_locked
@@ -47,12 +53,14 @@ def run_eval(
     config_path: Path, overrides: Sequence[str], *, model: Sequence[str] = (), out: Path | None = None,
     verify: bool = True, rejudge: bool = False,
 ) -> str:  # fmt: skip
-    """Evaluates the models (default: model.path) on the configured benchmarks and returns a table for each of them.
+    """Evaluates the models (default: model.path) on the configured benchmarks and returns a table
+    for each of them.
 
-    A model is a Hugging Face folder or hub id, a run folder, or a checkpoint of a run, which is exported first. Writes
-    results.json, lm_eval_results.json and the samples to `out` (default: `<run folder>/eval`); several models get one
-    subfolder each. Samples are appended while sampling. The same command resumes an interrupted evaluation. Sample seeds
-    equal those of a run's evaluation at step 0. `rejudge`: judges existing samples again. Raises PacsError.
+    A model is a Hugging Face folder or hub id, a run folder, or a checkpoint of a run, which is
+    exported first. Writes results.json, lm_eval_results.json and the samples to `out` (default:
+    `<run folder>/eval`); several models get one subfolder each. Samples are appended while
+    sampling. The same command resumes an interrupted evaluation. Sample seeds equal those of a
+    run's evaluation at step 0. `rejudge`: judges existing samples again. Raises PacsError.
     """
     setup_logging(None, 0)
     # Overrides may follow the list of models.
@@ -63,7 +71,8 @@ def run_eval(
         raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
     if loaded.config.reward is None:
         raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
-    config, run_dir = loaded.config, run_folder(loaded)
+    config = loaded.config
+    run_dir = run_folder(loaded)
     base = run_dir / "eval" if out is None else out
     check_distinct(map(Path, models))
     if out is None:
@@ -80,7 +89,9 @@ def run_eval(
 
 
 def _folder_of(model: str) -> HfFolder:
-    """The Hugging Face folder of an argument; a checkpoint is exported to hf_exports/ of its run, once; it may be pruned then."""
+    """The Hugging Face folder of an argument; a checkpoint is exported to hf_exports/ of its run,
+    once; it may be pruned then.
+    """
     path = Path(model)
     if (path / CONFIG_FILE).is_file() and not (path / "config.json").exists():  # a run
         step = newest_step(path)
@@ -101,20 +112,34 @@ def _names(folders: Sequence[HfFolder]) -> list[str]:
     """A name for each model's results: the end of its path, without parts that all runs share."""
     names: list[str] = []
     for folder in folders:
-        parts = [part for part in folder.path.resolve().parts if part not in ("hf", "hf_exports", "snapshots")]
+        parts = [
+            part
+            for part in folder.path.resolve().parts
+            if part not in ("hf", "hf_exports", "snapshots")
+        ]
         name = "-".join(parts[-2:] if position_of(parts[-1]) is not None else parts[-1:])
         numbered = (f"{name}-{number}" for number in itertools.count(len(names) + 1))
         names.append(next(each for each in itertools.chain([name], numbered) if each not in names))
     return names
 
 
-def _evaluate(config: RunConfig, folders: Sequence[HfFolder], base: Path, *, verify: bool, rejudge: bool) -> str:
+def _evaluate(
+    config: RunConfig, folders: Sequence[HfFolder], base: Path, *, verify: bool, rejudge: bool
+) -> str:
     """The tables of all models, one after the other."""
-    servers, truncated = config.rollout.sglang, config.admission.truncated
+    servers = config.rollout.sglang
+    truncated = config.admission.truncated
     assert config.reward is not None
-    sampler = EmbeddedSampler(config) if servers is None else ServerSampler(servers, config.model, base / "servers")
+    sampler = (
+        EmbeddedSampler(config)
+        if servers is None
+        else ServerSampler(servers, config.model, base / "servers")
+    )
     texts = []
-    with Judge(config.reward, lambda ids: "", truncated=truncated) as judge, sampler:  # texts come with the samples
+    with (
+        Judge(config.reward, lambda ids: "", truncated=truncated) as judge,
+        sampler,
+    ):  # texts come with the samples
         evaluation = _Evaluation(config, sampler, judge, verify, rejudge)
         for folder, name in zip(folders, _names(folders), strict=True):
             if len(folders) == 1:
@@ -134,8 +159,11 @@ class _Evaluation:
     rejudge: bool
 
     def run(self, folder: HfFolder, target: Path) -> str:
-        config, started = self.config, time.perf_counter()
-        options, sampling, reward = config.evaluation, config.evaluation.sampling, config.reward
+        config = self.config
+        started = time.perf_counter()
+        options = config.evaluation
+        sampling = config.evaluation.sampling
+        reward = config.reward
         assert sampling is not None and reward is not None
         tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
         sets = [load_prompts(benchmark, config.data, tokenizer) for benchmark in options.benchmarks]
@@ -155,13 +183,20 @@ class _Evaluation:
         rule = reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
         judged_by = {f"reward.{key}": value for key, value in rule.items()}
         judged_by["admission.truncated"] = config.admission.truncated
-        check_output(target / HARNESS_NAME, b'{\n  "results": ')  # before --rejudge replaces the samples
+        check_output(
+            target / HARNESS_NAME, b'{\n  "results": '
+        )  # before --rejudge replaces the samples
         check_output(target / RESULTS_NAME, b'{\n "model": ')
         with SampleFile(target, produced_by, judged_by, prompts) as samples:
             self._complete(samples, requests, prompts, folder, tokenizer)
             outcomes = [samples.outcomes[request.id] for request in requests]
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        check_failures(failures, len(outcomes), reward.max_failure_frac, then=f", and pass --rejudge ({samples.path})")
+        check_failures(
+            failures,
+            len(outcomes),
+            reward.max_failure_frac,
+            then=f", and pass --rejudge ({samples.path})",
+        )
         results = summarize(options, sets, requests, samples.outcomes)
         facts = {
             "model": str(folder.path.resolve()),
@@ -174,7 +209,10 @@ class _Evaluation:
             "sampling": produced_by["sampling"],
             "reward": judged_by,
         }
-        files = {HARNESS_NAME: harness_json(results, facts), RESULTS_NAME: results_json(results, facts)}
+        files = {
+            HARNESS_NAME: harness_json(results, facts),
+            RESULTS_NAME: results_json(results, facts),
+        }
         write_outputs([(target / name, content) for name, content in files.items()])
         return f"{table(results)}\n{target / RESULTS_NAME}"
 
@@ -182,12 +220,16 @@ class _Evaluation:
         self, samples: SampleFile, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt], folder: HfFolder,
         tokenizer: Any,
     ) -> None:  # fmt: skip
-        """Samples and judges the samples that the file lacks. Raises RewardError for a reward that is no label."""
+        """Samples and judges the samples that the file lacks.
+
+        Raises RewardError for a reward that is no label.
+        """
         missing = list(_missing(requests, samples.outcomes, self.sampler.chunk))
         if self.rejudge:
             if missing:
                 raise ConfigError(
-                    f"--rejudge: {samples.path} does not have all samples of these weights and settings; first finish the "
+                    f"--rejudge: {samples.path} does not have all samples of these weights and "
+                    "settings; first finish the "
                     "evaluation without --rejudge, with the reward of the existing samples"
                 )
             assert self.config.reward is not None
@@ -199,7 +241,8 @@ class _Evaluation:
         seeds = {request.id: request.seed for request in missing}
         answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
         texts: dict[str, str] = {}
-        started, num_tokens = time.perf_counter(), 0
+        started = time.perf_counter()
+        num_tokens = 0
         done = sum(request.id in samples.outcomes for request in requests)
 
         def write(*, wait: bool) -> None:
@@ -214,14 +257,18 @@ class _Evaluation:
             for sample in self.sampler.stream(missing):
                 num_tokens += sample.response_len
                 if sample.id not in samples.outcomes:
-                    text = str(tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True))
+                    text = str(
+                        tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+                    )
                     texts[sample.id] = text
                     self.judge.submit(sample, prompts[sample.prompt_id], answers.put, text)
                 write(wait=False)
             write(wait=True)
 
 
-def _missing(requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: int) -> Iterator[SampleRequest]:
+def _missing(
+    requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: int
+) -> Iterator[SampleRequest]:
     """The requests without an outcome, and those that the engine decodes in one batch with them."""
     for start in range(0, len(requests), chunk):
         batch = requests[start : start + chunk]
@@ -230,7 +277,9 @@ def _missing(requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: 
 
 
 def certified_digests(folder: HfFolder) -> dict[str, str]:
-    """Tensor name -> xxh3-128, from the certificate that an export writes beside the weights; empty without one."""
+    """Tensor name -> xxh3-128, from the certificate that an export writes beside the weights; empty
+    without one.
+    """
     path = folder.path / CERTIFICATE_NAME
     if not is_file(path, CheckpointError):
         return {}
@@ -238,4 +287,6 @@ def certified_digests(folder: HfFolder) -> dict[str, str]:
         tensors = read_object(path, error=CheckpointError)["hf"]["tensors"]
         return {str(tensor["name"]): tensor["xxh3_128"] for tensor in tensors if tensor["xxh3_128"]}
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}); export again, or remove it") from None
+        raise CheckpointError(
+            f"{path} is damaged ({error!r}); export again, or remove it"
+        ) from None

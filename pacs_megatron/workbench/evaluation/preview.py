@@ -1,4 +1,6 @@
-"""`data preview`: prompts, lengths and verified answers of the data sets, as the model and the verifier receive them."""
+"""`data preview`: prompts, lengths and verified answers of the data sets, as the model and the
+verifier receive them.
+"""
 
 import queue
 from collections.abc import Sequence
@@ -20,7 +22,10 @@ _MAX_UNVERIFIED = 10
 
 
 class Unverified(NamedTuple):
-    """A gold answer that the reward rejects for its own problem. `failed`: the verifier gave no verdict."""
+    """A gold answer that the reward rejects for its own problem.
+
+    `failed`: the verifier gave no verdict.
+    """
 
     prompt_id: str
     answer: str
@@ -33,18 +38,28 @@ def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]
     answers: queue.SimpleQueue[Verdict | RewardError] = queue.SimpleQueue()
     with RewardPool(reward) as pool:
         for prompt in prompts:
-            pool.submit(prompt.id, prompt, f"The answer is \\boxed{{{prompt.answer}}}.", answers.put)
+            pool.submit(
+                prompt.id, prompt, f"The answer is \\boxed{{{prompt.answer}}}.", answers.put
+            )
         verdicts = {verdict.key: verdict for verdict in received(answers, len(prompts))}
     return [
-        Unverified(prompt.id, prompt.answer, verdict.failure or f"reward {verdict.reward}", verdict.failure is not None)
+        Unverified(
+            prompt.id,
+            prompt.answer,
+            verdict.failure or f"reward {verdict.reward}",
+            verdict.failure is not None,
+        )
         for prompt in prompts
         # The answers of `code` are tests: valid ones lack a program only.
-        if (verdict := verdicts[prompt.id]).reward != 1.0 and (verdict.details or {}).get("reason") != NO_PROGRAM
+        if (verdict := verdicts[prompt.id]).reward != 1.0
+        and (verdict.details or {}).get("reason") != NO_PROGRAM
     ]
 
 
 def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
-    """Counts, lengths, rendered prompts and verified gold answers of the training set and each benchmark."""
+    """Counts, lengths, rendered prompts and verified gold answers of the training set and each
+    benchmark.
+    """
     config = load_config(config_path, overrides).config
     datasets = (config.data.train, *config.evaluation.benchmarks)
     for dataset in datasets:
@@ -63,11 +78,16 @@ def render(found: PromptSet, path: str, unverified: Sequence[Unverified] | None,
     lens = np.array([len(prompt.token_ids) for prompt in found.prompts])
     median, most = (int(np.percentile(lens, share)) for share in (50, 95))
     lines = [
-        f"{found.name} ({path}): {found.num_rows} rows, {len(lens)} kept, {found.num_too_long} too long",
-        f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {median}, 95 % {most}, max {lens.max()}",
+        f"{found.name} ({path}): {found.num_rows} rows, {len(lens)} kept, {found.num_too_long} "
+        "too long",
+        f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {median}, 95 % "
+        f"{most}, max {lens.max()}",
     ]
     if unverified is not None:
-        lines.append(f"  gold answers that verify against themselves: {len(lens) - len(unverified)} of {len(lens)}")
+        lines.append(
+            f"  gold answers that verify against themselves: {len(lens) - len(unverified)} of "
+            f"{len(lens)}"
+        )
         for row in unverified[:_MAX_UNVERIFIED]:
             lines.append(f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}")
         if (more := len(unverified) - _MAX_UNVERIFIED) > 0:

@@ -1,4 +1,7 @@
-"""Statistics of the samples of an evaluation: `results.json`, the table, and lm-evaluation-harness's form."""
+"""Statistics of the samples of an evaluation:
+
+`results.json`, the table, and lm-evaluation-harness's form.
+"""
 
 import json
 import time
@@ -50,24 +53,36 @@ def summarize(
             )
             for group in groups
         )
-        metrics = _intervals(found.name, problems, ks, groups) | benchmark_metrics(found.name, problems, ks)
+        metrics = _intervals(found.name, problems, ks, groups) | benchmark_metrics(
+            found.name, problems, ks
+        )
         results.append(BenchmarkResult(found.name, ks, problems, metrics))
     return results
 
 
 def _intervals(
-    name: str, problems: Sequence[ProblemCounts], ks: Sequence[int], groups: Sequence[Sequence[Outcome]]
+    name: str,
+    problems: Sequence[ProblemCounts],
+    ks: Sequence[int],
+    groups: Sequence[Sequence[Outcome]],
 ) -> dict[str, float | None]:
-    """avg@n, maj@k and maj@n, and the 95 % bootstrap intervals over problems (`_low`, `_high`) of these and of pass@k."""
+    """avg@n, maj@k and maj@n, and the 95 % bootstrap intervals over problems (`_low`, `_high`) of
+    these and of pass@k.
+    """
     num_samples = max(len(group) for group in groups)
     found: dict[str, Interval | None] = {}
     for name_of_k, k in [(f"avg@{num_samples}", 1), *((f"pass@{k}", k) for k in ks)]:
-        values = [pass_at_k(p.num_samples, p.num_correct, k) for p in problems if p.num_samples >= k]
+        values = [
+            pass_at_k(p.num_samples, p.num_correct, k) for p in problems if p.num_samples >= k
+        ]
         found[name_of_k] = bootstrap_mean(values)
     if any(outcome.answer is not None for group in groups for outcome in group):
         for k in sorted({*ks, num_samples} - {1}):
             found[f"maj@{k}"] = bootstrap_mean(
-                [majority_at_k([o.answer for o in group], [o.label for o in group], k) for group in groups]
+                [
+                    majority_at_k([o.answer for o in group], [o.label for o in group], k)
+                    for group in groups
+                ]
             )
     metrics: dict[str, float | None] = {}
     for key, interval in found.items():
@@ -83,13 +98,17 @@ def results_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
         **facts,
         "metrics": {key: value for result in results for key, value in result.metrics.items()},
         "k": {result.name: result.ks for result in results},
-        "problems": {result.name: [asdict(problem) for problem in result.problems] for result in results},
+        "problems": {
+            result.name: [asdict(problem) for problem in result.problems] for result in results
+        },
     }
     return json.dumps(record, indent=1).encode() + b"\n"
 
 
 def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -> bytes:
-    """The results in the form of lm-evaluation-harness's `results_*.json` (v0.4): `<metric>,<filter>` by task.
+    """The results in the form of lm-evaluation-harness's `results_*.json` (v0.4):
+
+    `<metric>,<filter>` by task.
 
     Standard errors are of the mean over problems, as in lm-evaluation-harness.
     """
@@ -99,16 +118,30 @@ def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
         for k in result.ks:
             estimate = aggregate(result.problems, k)
             task[f"pass@{k},none"] = estimate.mean
-            task[f"pass@{k}_stderr,none"] = "N/A" if estimate.standard_error is None else estimate.standard_error
-    names, model = [result.name for result in results], facts["model"]
+            task[f"pass@{k}_stderr,none"] = (
+                "N/A" if estimate.standard_error is None else estimate.standard_error
+            )
+    names = [result.name for result in results]
+    model = facts["model"]
     record = {
         "results": tasks,
-        "configs": {name: {"task": name, "num_fewshot": 0, "generation_kwargs": facts["sampling"]} for name in names},
+        "configs": {
+            name: {"task": name, "num_fewshot": 0, "generation_kwargs": facts["sampling"]}
+            for name in names
+        },
         "versions": dict.fromkeys(names, 0),
         "n-shot": dict.fromkeys(names, 0),
-        "higher_is_better": {result.name: {f"pass@{k}": True for k in result.ks} for result in results},
-        "n-samples": {r.name: {"original": len(r.problems), "effective": len(r.problems)} for r in results},
-        "config": {"model": facts["engine"], "model_args": f"pretrained={model}", "random_seed": facts["seed"]},
+        "higher_is_better": {
+            result.name: {f"pass@{k}": True for k in result.ks} for result in results
+        },
+        "n-samples": {
+            r.name: {"original": len(r.problems), "effective": len(r.problems)} for r in results
+        },
+        "config": {
+            "model": facts["engine"],
+            "model_args": f"pretrained={model}",
+            "random_seed": facts["seed"],
+        },
         "date": time.time(),
         "model_name": model,
     }
@@ -116,15 +149,38 @@ def harness_json(results: Sequence[BenchmarkResult], facts: Mapping[str, Any]) -
 
 
 def table(results: Sequence[BenchmarkResult]) -> str:
-    """One line per benchmark: problems, samples, pass@k with interval, maj@n, lengths, truncated and unjudged counts."""
+    """One line per benchmark: problems, samples, pass@k with interval, maj@n, lengths, truncated
+    and unjudged counts.
+    """
     ks = sorted({k for result in results for k in result.ks})
-    rows = [["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "maj@n", "tokens", "cut", "unjudged"]]
+    rows = [
+        [
+            "benchmark",
+            "problems",
+            "samples",
+            *(f"pass@{k}" for k in ks),
+            "maj@n",
+            "tokens",
+            "cut",
+            "unjudged",
+        ]
+    ]
     for result in results:
         values = {name.rsplit("/", 1)[1]: value for name, value in result.metrics.items()}
         votes = [name for name in values if name.startswith("maj@") and name[4:].isdecimal()]
-        columns: list[tuple[tuple[str, ...], str]] = [(("num_problems",), "{:.0f}"), (("num_samples",), "{:.0f}")]
-        columns += [((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), "{:.4f} [{:.3f}, {:.3f}]") for k in ks]
-        columns += [(("".join(votes[-1:]),), "{:.4f}"), (("len_mean",), "{:.1f}"), (("truncated_frac",), "{:.1%}")]
+        columns: list[tuple[tuple[str, ...], str]] = [
+            (("num_problems",), "{:.0f}"),
+            (("num_samples",), "{:.0f}"),
+        ]
+        columns += [
+            ((f"pass@{k}", f"pass@{k}_low", f"pass@{k}_high"), "{:.4f} [{:.3f}, {:.3f}]")
+            for k in ks
+        ]
+        columns += [
+            (("".join(votes[-1:]),), "{:.4f}"),
+            (("len_mean",), "{:.1f}"),
+            (("truncated_frac",), "{:.1%}"),
+        ]
         cells = []
         for names, form in [*columns, (("num_unjudged",), "{:.0f}")]:
             found = [values.get(name) for name in names]
@@ -136,5 +192,8 @@ def table(results: Sequence[BenchmarkResult]) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """The rows, the first of which is the header, as lines with columns of one width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join(lines)

@@ -1,8 +1,9 @@
 r"""`samples-<digest>.jsonl`: every response of an evaluation, appended as it is judged.
 
-The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the verifier). The file name
-has the digest of `produced_by`, so other weights or settings use another file. A killed evaluation resumes with the
-missing samples. The file has no token ids, because a verdict needs the text only.
+The first line has `produced_by` (weights, sampling, prompt template, ...) and `judged_by` (the
+verifier). The file name has the digest of `produced_by`, so other weights or settings use another
+file. A killed evaluation resumes with the missing samples. The file has no token ids, because a
+verdict needs the text only.
 """
 
 import itertools
@@ -35,7 +36,9 @@ _FIELDS = {
 
 
 class Outcome(NamedTuple):
-    r"""The part of a sample that statistics need: its label (None: no verdict) and the content of the last `\boxed{}`."""
+    r"""The part of a sample that statistics need: its label (None: no verdict) and the content of
+    the last `\boxed{}`.
+    """
 
     prompt_id: str
     label: int | None
@@ -49,7 +52,11 @@ class SampleFile(Closing):
     """The samples of one model. The constructor reads the samples of an earlier attempt."""
 
     def __init__(
-        self, folder: Path, produced_by: Mapping[str, Any], judged_by: Mapping[str, Any], prompts: Mapping[str, Prompt]
+        self,
+        folder: Path,
+        produced_by: Mapping[str, Any],
+        judged_by: Mapping[str, Any],
+        prompts: Mapping[str, Prompt],
     ) -> None:
         """Raises DataError if the file is malformed or has samples of other prompts."""
         self.digest = xxhash.xxh3_128_hexdigest(json_line(produced_by))
@@ -60,9 +67,15 @@ class SampleFile(Closing):
         self._size = 0
         """bytes of complete lines; an append removes an incomplete last line"""
         self._file: IO[bytes] | None = None
-        self._header: dict[str, Any] = {"digest": self.digest, "produced_by": produced_by, "judged_by": judged_by}
+        self._header: dict[str, Any] = {
+            "digest": self.digest,
+            "produced_by": produced_by,
+            "judged_by": judged_by,
+        }
         self._judged_by: Mapping[str, Any] = judged_by
-        for number, (line, record) in enumerate(read_samples(self.path) if self.path.exists() else (), start=1):
+        for number, (line, record) in enumerate(
+            read_samples(self.path) if self.path.exists() else (), start=1
+        ):
             self._size += len(line)
             if number > 1:
                 self._add(number, record)
@@ -74,12 +87,19 @@ class SampleFile(Closing):
     def _add(self, line: int, record: Mapping[str, Any]) -> None:
         if not is_sample(record):
             raise DataError(f"{self.path}:{line}: not a judged sample; remove the file")
-        sample_id, prompt = record["id"], self._prompts.get(record["prompt_id"])
+        sample_id = record["id"]
+        prompt = self._prompts.get(record["prompt_id"])
         problem = "is repeated" if sample_id in self.outcomes else ""
-        if prompt is not None and (record["prompt"], record.get("answer")) != (prompt.text, prompt.answer):
+        if prompt is not None and (record["prompt"], record.get("answer")) != (
+            prompt.text,
+            prompt.answer,
+        ):
             problem = "is of another problem text or reference answer"
         if problem:
-            raise DataError(f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the file")
+            raise DataError(
+                f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the "
+                "file"
+            )
         self.outcomes[sample_id] = outcome_of(record)
 
     def check_verifier(self) -> None:
@@ -88,13 +108,18 @@ class SampleFile(Closing):
         for key in sorted({*self._judged_by, *own}):
             if (before := self._judged_by.get(key)) != (now := own.get(key)):
                 raise ConfigError(
-                    f"{self.path}: judged with {key}={before}, the configuration has {now}; pass --rejudge to judge "
+                    f"{self.path}: judged with {key}={before}, the configuration has {now}; pass "
+                    "--rejudge to judge "
                     "these samples again"
                 )
 
     def append(self, sample: Sample, seed: int, text: str) -> None:
-        """Writes a judged sample to the file before it returns, so that a later kill does not lose it."""
-        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {"seed": seed}
+        """Writes a judged sample to the file before it returns, so that a later kill does not lose
+        it.
+        """
+        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {
+            "seed": seed
+        }
         lines = json_line(record)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +140,8 @@ class SampleFile(Closing):
     def rejudge(self, judge: Judge, max_failure_frac: float) -> None:
         """Judges every response again and replaces the file when all have a verdict.
 
-        Raises RewardError as `received` and `check_failures` do, ConfigError for samples of a benchmark without prompts.
+        Raises RewardError as `received` and `check_failures` do, ConfigError for samples of a
+        benchmark without prompts.
         """
         write_atomically(self.path, self._judged_again(judge, max_failure_frac))
         self._judged_by = self._header["judged_by"]
@@ -129,13 +155,16 @@ class SampleFile(Closing):
                 prompt = self._prompts.get(record["prompt_id"])
                 if prompt is None:
                     raise ConfigError(
-                        f"{self.path} has samples of {record['prompt_id']}, which evaluation.benchmarks lacks; add "
+                        f"{self.path} has samples of {record['prompt_id']}, which "
+                        "evaluation.benchmarks lacks; add "
                         f"{record['source']}, or raise its `limit`"
                     )
                 sample = Sample(  # with the right lengths and without its tokens
                     id=record["id"],
                     prompt_id=record["prompt_id"],
-                    token_ids=np.broadcast_to(np.int32(0), record["prompt_tokens"] + record["response_tokens"]),
+                    token_ids=np.broadcast_to(
+                        np.int32(0), record["prompt_tokens"] + record["response_tokens"]
+                    ),
                     prompt_len=record["prompt_tokens"],
                     sampler_logprobs=np.empty(0, dtype=np.float32),
                     spans=(),
@@ -149,12 +178,17 @@ class SampleFile(Closing):
                 record |= verdict_fields(verdict)
                 self.outcomes[verdict.id] = outcome_of(record)
                 yield json_line(record)
-        failures = [outcome.failure for outcome in self.outcomes.values() if outcome.failure is not None]
+        failures = [
+            outcome.failure for outcome in self.outcomes.values() if outcome.failure is not None
+        ]
         check_failures(failures, len(self.outcomes), max_failure_frac)
 
 
 def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(line, its object) of every whole line, the header first. Raises DataError with the number of a malformed one."""
+    """(line, its object) of every whole line, the header first.
+
+    Raises DataError with the number of a malformed one.
+    """
     whole = itertools.takewhile(lambda line: line.endswith(b"\n"), read_lines(path))
     for_text, for_size = itertools.tee(whole)
     yield from zip(for_size, parse_lines(for_text, path), strict=True)

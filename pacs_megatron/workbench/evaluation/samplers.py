@@ -1,4 +1,6 @@
-"""Samplers of `pacs-megatron eval`: the embedded engine, or SGLang servers that take one model after the other."""
+"""Samplers of `pacs-megatron eval`: the embedded engine, or SGLang servers that take one model
+after the other.
+"""
 
 import contextlib
 import logging
@@ -34,19 +36,27 @@ logger = logging.getLogger(__name__)
 
 @report_wait("for the weights to be read")
 def push_folder(
-    folder: HfFolder, receiver: WeightReceiver | None, version: int, certified: Mapping[str, str] = MappingProxyType({})
+    folder: HfFolder,
+    receiver: WeightReceiver | None,
+    version: int,
+    certified: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Sends a folder's weights to `receiver`, if there is one, and returns their digest.
 
-    Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by name.
+    Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by
+    name.
     """
 
     def checked() -> Iterator[tuple[str, torch.Tensor]]:
         for name in folder.names:
             tensor = folder.get(name)
-            if name in certified and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != certified[name]:
+            if (
+                name in certified
+                and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != certified[name]
+            ):
                 raise CheckpointError(
-                    f"{folder.path}: {name} was altered since the export (its digest is not that of {CERTIFICATE_NAME}); "
+                    f"{folder.path}: {name} was altered since the export (its digest is not that "
+                    f"of {CERTIFICATE_NAME}); "
                     "export again, or pass --no-verify"
                 )
             yield name, tensor
@@ -55,14 +65,17 @@ def push_folder(
 
 
 class EmbeddedSampler(Closing):
-    """The embedded engine of the configuration, or one with default options if the configuration has another engine."""
+    """The embedded engine of the configuration, or one with default options if the configuration
+    has another engine.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         assert config.evaluation.sampling is not None
         default = EmbeddedRollout(engine="embedded", sampling=config.evaluation.sampling)
         self._options = config.rollout.embedded or default
         self.chunk = self._options.batch_sequences
-        """Requests decoded as one batch of fixed shape; a resumed evaluation repeats whole batches."""
+        """Requests decoded as one batch of fixed shape; a resumed evaluation repeats whole batches.
+        """
         self._engine: EmbeddedEngine
 
     def describe(self) -> dict[str, Any]:
@@ -83,9 +96,12 @@ class EmbeddedSampler(Closing):
 
 
 class ServerSampler(Closing):
-    """SGLang servers, managed or external, with the weights of one folder at a time. Every update compares checksums.
+    """SGLang servers, managed or external, with the weights of one folder at a time.
 
-    Managed servers restart for a model of another architecture. A thread sends the weights to a restarted server.
+    Every update compares checksums.
+
+    Managed servers restart for a model of another architecture. A thread sends the weights to a
+    restarted server.
     """
 
     chunk = 1
@@ -94,19 +110,25 @@ class ServerSampler(Closing):
         """`folder` contains the servers' logs, and the weights unless `sync.folder` is set."""
         sync = options.sync.model_copy(update={"transport": "disk", "verify": "full"})
         self._options = options.model_copy(update={"sync": sync, "servers": _all_gpus(options)})
-        self._model_options, self._folder = model, folder
+        self._model_options = model
+        self._folder = folder
         self._version = -1
         self._shape: Any = None
         self._model: HfFolder
         self._sync: ServerSync
         self._engine: SglangEngine | None = None
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         """the lock: one weight update at a time; the event: `close` was called"""
         self._thread = threading.Thread(target=self._watch, name="eval weights", daemon=True)
         self._thread.start()
 
     def describe(self) -> dict[str, Any]:
-        return {"engine": "sglang", "dtype": self._options.dtype, "quantize": self._options.sync.quantize}
+        return {
+            "engine": "sglang",
+            "dtype": self._options.dtype,
+            "quantize": self._options.sync.quantize,
+        }
 
     def load(self, folder: HfFolder, tokenizer: Any) -> None:
         """Raises RolloutError if a server does not start, SyncError if no server has the weights."""
@@ -117,10 +139,14 @@ class ServerSampler(Closing):
                 self._sync = server_sync(self._options, shape[0], self._folder / "weights")
                 model = self._model_options.model_copy(update={"path": str(folder.path)})
                 self._engine = open_engine(self._options, model, self._folder)
-            self._shape, self._model, self._version = shape, folder, self._version + 1
+            self._shape = shape
+            self._model = folder
+            self._version = self._version + 1
             self._engine.begin_update()
             status = self._engine.status()
-            digest = self._push([s.url for s in status if s.health is not Health.DEAD] or [s.url for s in status])
+            digest = self._push(
+                [s.url for s in status if s.health is not Health.DEAD] or [s.url for s in status]
+            )
             self._engine.set_current(self._version, digest)
 
     def stream(self, requests: Sequence[SampleRequest]) -> Iterable[Sample]:
@@ -138,7 +164,9 @@ class ServerSampler(Closing):
                 behind = [s.url for s in status if s.health is Health.STALE and not s.restarting]
                 if behind:
                     logger.info("sending the weights to %s, which restarted", ", ".join(behind))
-                    with contextlib.suppress(SyncError):  # logged by the update; the next round tries again
+                    with contextlib.suppress(
+                        SyncError
+                    ):  # logged by the update; the next round tries again
                         self._push(behind)
 
     def _end_servers(self) -> None:
@@ -154,7 +182,9 @@ class ServerSampler(Closing):
 
 
 def _all_gpus(options: SglangRollout) -> Any:
-    """The managed servers without a trainer: one for each `tp` GPUs of this host; colocated ones with SGLang's default share."""
+    """The managed servers without a trainer: one for each `tp` GPUs of this host; colocated ones
+    with SGLang's default share.
+    """
     servers = options.servers
     if servers is None or servers.device == "cpu" or servers.visible_devices:
         return servers

@@ -1,7 +1,9 @@
-"""`paper`: train -> evaluate -> diversity -> tables and figures of arXiv:2509.02522, on this host or through Slurm.
+"""`paper`: train -> evaluate -> diversity -> tables and figures of arXiv:2509.02522, on this host
+or through Slurm.
 
-`configs/paper/studies/` lists methods, artefacts and published numbers. A node is done when its output is complete. A
-call runs the missing nodes; for a finished study it only prints the tables. Interrupted runs and evaluations resume.
+`configs/paper/studies/` lists methods, artefacts and published numbers. A node is done when its
+output is complete. A call runs the missing nodes; for a finished study it only prints the tables.
+Interrupted runs and evaluations resume.
 """
 
 import json
@@ -55,15 +57,27 @@ class Chain:
 
 
 class Study:
-    """A file of `configs/paper/studies/` and its folder of runs. Raises ConfigError without a required checkout."""
+    """A file of `configs/paper/studies/` and its folder of runs.
+
+    Raises ConfigError without a required checkout.
+    """
 
     def __init__(self, scale: str, base: Path, overrides: Sequence[str], seeds: int | None) -> None:
-        self.scale, self.base, self.overrides = scale, base, tuple(overrides)
+        self.scale = scale
+        self.base = base
+        self.overrides = tuple(overrides)
         for word in overrides:
             if word.partition("=")[0].strip() in _SET:
-                raise ConfigError(f"{word}: a study sets this key or a part of it for every run; remove it")
-        if not str(base).isprintable() or any(part in f"{base} " for part in ('"', "\\", ": ", " #", "  ")):
-            raise ConfigError(f"--dir {base}: YAML reads {chr(34)}, \\, `: `, ` #` or two spaces otherwise; rename it")
+                raise ConfigError(
+                    f"{word}: a study sets this key or a part of it for every run; remove it"
+                )
+        if not str(base).isprintable() or any(
+            part in f"{base} " for part in ('"', "\\", ": ", " #", "  ")
+        ):
+            raise ConfigError(
+                f"--dir {base}: YAML reads {chr(34)}, \\, `: `, ` #` or two spaces otherwise; "
+                "rename it"
+            )
         self._configs = shipped_folder("configs").resolve()
         self.file = self._configs / "paper" / "studies" / f"{scale}.yaml"
         with parsing(str(self.file), ConfigError):
@@ -80,37 +94,54 @@ class Study:
             }
             for methods in self.spec.get("published", {}).values():
                 for row in (row for rows in methods.values() for row in rows.values()):
-                    assert len(row) in (1, len(self.spec["k"])) and sum(row) > 0, f"published: {row}"
+                    assert len(row) in (1, len(self.spec["k"])) and sum(row) > 0, (
+                        f"published: {row}"
+                    )
         if "prepare" in self.spec and not (self._configs.parent / "examples").is_dir():
-            raise ConfigError(f"--scale {scale} needs examples/quickstart/ of a checkout; run it there")
+            raise ConfigError(
+                f"--scale {scale} needs examples/quickstart/ of a checkout; run it there"
+            )
 
     def artefacts(self, names: Sequence[str]) -> dict[str, Any]:
         """Name -> its entry. Raises ConfigError for an unknown name."""
         known = self.spec["artefacts"]
         if not names:
-            raise ConfigError(f"no table or figure is named; choose from {', '.join(known)}, or all")
+            raise ConfigError(
+                f"no table or figure is named; choose from {', '.join(known)}, or all"
+            )
         for name in set(names) - {*known, "all"}:
-            raise ConfigError(f"{name}: unknown at scale {self.scale}; choose from {', '.join(known)}, or all")
+            raise ConfigError(
+                f"{name}: unknown at scale {self.scale}; choose from {', '.join(known)}, or all"
+            )
         return {name: entry for name, entry in known.items() if name in names or "all" in names}
 
     def runs(self, model: str, method: str) -> list[Path]:
         """The folders of a method, one per seed; the untrained model has one folder."""
-        names = ["base"] if method == "base" else [f"{method}-s{seed}" for seed in range(self.seeds)]
+        names = (
+            ["base"] if method == "base" else [f"{method}-s{seed}" for seed in range(self.seeds)]
+        )
         return [self.base / f"{model}-{name}" for name in names]
 
-    def _file(self, words: Sequence[str], model: str = "", common: Sequence[str] = ()) -> tuple[Path, tuple[str, ...]]:
+    def _file(
+        self, words: Sequence[str], model: str = "", common: Sequence[str] = ()
+    ) -> tuple[Path, tuple[str, ...]]:
         """(file, overrides) of an entry of the study."""
         return (self._configs / words[0].replace("{model}", model)).resolve(), (*words[1:], *common)
 
     def nodes(self, entries: Sequence[Any]) -> tuple[list[Node], list[Chain]]:
-        """(nodes before all runs, a chain with evaluations for each run that these artefacts need). Raises ConfigError."""
+        """(nodes before all runs, a chain with evaluations for each run that these artefacts need).
+
+        Raises ConfigError.
+        """
         first = [
             Node(name, tuple(entry["python"]), Path(entry["done"]).exists, self._configs.parent)
             for name, entry in self.spec.get("prepare", {}).items()
         ]
         needs: dict[tuple[str, str], set[str]] = {}
         for entry in entries:
-            wanted = {self.evaluation_of[name] for name in entry.get("benchmarks", self.spec["diversity"])}
+            wanted = {
+                self.evaluation_of[name] for name in entry.get("benchmarks", self.spec["diversity"])
+            }
             wanted |= {"diversity"} if entry.get("kind") in ("diversity", "exploration") else set()
             for model in entry["models"]:
                 for method in entry["methods"]:
@@ -122,8 +153,14 @@ class Study:
         ]
 
     def _chain(self, model: str, method: str, wanted: set[str], seed: int, folder: Path) -> Chain:
-        entry, nodes = self.spec["models"][model], []
-        place = (f"model.path={entry['base']}", f"run.dir={self.base}", f"run.name={folder.name}", f"run.seed={seed}")
+        entry = self.spec["models"][model]
+        nodes = []
+        place = (
+            f"model.path={entry['base']}",
+            f"run.dir={self.base}",
+            f"run.name={folder.name}",
+            f"run.seed={seed}",
+        )
         common = (*entry.get("overrides", ()), *place, *self.overrides)
         is_base = method == "base"
         words = self.spec["evaluations"]["eval"] if is_base else self.spec["methods"][method]
@@ -134,14 +171,32 @@ class Study:
             nodes.append(Node("train", (*PRODUCT, "train", str(config), *overrides), is_done))
         for name in [name for name in self.spec["evaluations"] if name in wanted]:
             files.append(self._file(self.spec["evaluations"][name], common=common))
-            source = ("--model", entry["base"] if is_base else str(folder), "--out", str(folder / name))
+            source = (
+                "--model",
+                entry["base"] if is_base else str(folder),
+                "--out",
+                str(folder / name),
+            )
             words = (*PRODUCT, "eval", str(files[-1][0]), *files[-1][1], *source)
             nodes.append(Node(name, words, (folder / name / "results.json").is_file))
         if "diversity" in wanted:
             words = (*PRODUCT, "diversity", str(folder), "--embedder", self.spec["embedder"])
-            words += ("--benchmark", *self.spec["diversity"], "--out", str(folder / "diversity.html"))
-            nodes.append(Node("diversity", (*words, "--save", str(folder / VECTORS)), (folder / VECTORS).is_file))
-        for file, changes in files if seed == 0 else ():  # before the first run starts; other seeds load too
+            words += (
+                "--benchmark",
+                *self.spec["diversity"],
+                "--out",
+                str(folder / "diversity.html"),
+            )
+            nodes.append(
+                Node(
+                    "diversity",
+                    (*words, "--save", str(folder / VECTORS)),
+                    (folder / VECTORS).is_file,
+                )
+            )
+        for file, changes in (
+            files if seed == 0 else ()
+        ):  # before the first run starts; other seeds load too
             load_config(file, changes)
         return Chain(folder, config, overrides, tuple(nodes))
 
@@ -154,26 +209,38 @@ def _is_trained(config: Path, overrides: Sequence[str], folder: Path) -> bool:
     return ended_well and (folder / "hf").is_dir() and newest_step(folder) == steps
 
 
-def run_study(study: Study, names: Sequence[str], *, cluster: Path | None, dry_run: bool) -> Iterator[str]:
-    """Runs or submits the missing nodes of the artefacts; yields progress lines, then tables and paths of figures.
+def run_study(
+    study: Study, names: Sequence[str], *, cluster: Path | None, dry_run: bool
+) -> Iterator[str]:
+    """Runs or submits the missing nodes of the artefacts; yields progress lines, then tables and
+    paths of figures.
 
-    Raises ConfigError for a folder of another study, and PacsError with the exit code of a node that failed.
+    Raises ConfigError for a folder of another study, and PacsError with the exit code of a node
+    that failed.
     """
     with parsing(str(study.file), ConfigError):
         found = study.artefacts(names)
         first, chains = study.nodes(list(found.values()))
-    if not next(path for path in (study.base, *study.base.parents) if os.path.lexists(path)).is_dir():
+    if not next(
+        path for path in (study.base, *study.base.parents) if os.path.lexists(path)
+    ).is_dir():
         raise ConfigError(f"{study.base} is not a folder, or below a file; choose another --dir")
     if cluster is not None:
         load_cluster(cluster)
     if dry_run:
-        for name, node in [("first", n) for n in first] + [(c.folder.name, n) for c in chains for n in c.nodes]:
+        for name, node in [("first", n) for n in first] + [
+            (c.folder.name, n) for c in chains for n in c.nodes
+        ]:
             yield f"{name} {node.label}: {'done' if node.is_done() else 'missing'}  python {' '.join(node.words)}"
         return
     with RunLock(study.base, "paper"):
-        mine, path = {"scale": study.scale, "overrides": list(study.overrides)}, study.base / "study.json"
+        mine = {"scale": study.scale, "overrides": list(study.overrides)}
+        path = study.base / "study.json"
         if path.is_file() and read_object(path) != mine:
-            raise ConfigError(f"{study.base} has a study with {read_object(path)}, got {mine}; choose another --dir")
+            raise ConfigError(
+                f"{study.base} has a study with {read_object(path)}, got {mine}; choose another "
+                "--dir"
+            )
         write_atomically(path, [json.dumps(mine).encode() + b"\n"])
         for node in first:
             yield from _run("first", node)
@@ -181,9 +248,16 @@ def run_study(study: Study, names: Sequence[str], *, cluster: Path | None, dry_r
         for chain in missing:
             queued = ", ".join(job_states(list(known_jobs(chain.folder))))
             if queued and cluster is None:
-                raise ConfigError(f"{chain.folder}: in the queue: {queued}; wait for these jobs, or pass --cluster")
+                raise ConfigError(
+                    f"{chain.folder}: in the queue: {queued}; wait for these jobs, or pass "
+                    "--cluster"
+                )
             if cluster is not None:
-                yield from [f"{chain.folder.name}: in the queue: {queued}"] if queued else _submit(chain, cluster)
+                yield from (
+                    [f"{chain.folder.name}: in the queue: {queued}"]
+                    if queued
+                    else _submit(chain, cluster)
+                )
         if cluster is not None and missing:
             yield "the same command prints the tables when these jobs have ended"
             return
@@ -212,7 +286,9 @@ def _run(name: str, node: Node) -> Iterator[str]:
         process.wait()
         raise
     if code or not node.is_done():
-        error = PacsError(f"{name}: {node.label} ended with exit code {code}; the same command continues there")
+        error = PacsError(
+            f"{name}: {node.label} ended with exit code {code}; the same command continues there"
+        )
         error.exit_code = ExitCode(code) if code and code in set(ExitCode) else ExitCode.FAILED
         raise error
 
@@ -225,7 +301,9 @@ def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
     missing = [node for node in chain.nodes if not node.is_done()]
     if not missing:  # its last job ended meanwhile
         return
-    later = tuple((node.label, node.words[len(PRODUCT) :]) for node in missing if node.label != "train")
+    later = tuple(
+        (node.label, node.words[len(PRODUCT) :]) for node in missing if node.label != "train"
+    )
     request = Request(
         config=chain.config, overrides=chain.overrides, cluster=load_cluster(cluster), later=later,
         train=missing[0].label == "train",
@@ -233,15 +311,20 @@ def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
     yield from submit(request, dry_run=False)
 
 
-# ---------------------------------------------------------------------------------------------------- tables and figures
+# ----------------------------------------------------------------------------------------------------
+# tables and figures
 def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str]:
-    """Writes <name>.json and <name>.txt, and the pages of a figure; yields the table and the paths of the pages."""
+    """Writes <name>.json and <name>.txt, and the pages of a figure; yields the table and the paths
+    of the pages.
+    """
     from pacs_megatron.workbench.compare.compare import compare
     from pacs_megatron.workbench.compare.page import compare_html
     from pacs_megatron.workbench.diversity import diversity_page, load_vectors
     from pacs_megatron.workbench.paper.tables import Cell, diversity_cells, pass_cells, table_text
 
-    spec, kind, unit = study.spec, entry.get("kind"), "pass@k in %"
+    spec = study.spec
+    kind = entry.get("kind")
+    unit = "pass@k in %"
     cells: list[Cell] = []
     pages: dict[Path, str] = {}
     for model in entry["models"]:
@@ -253,18 +336,26 @@ def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str
             embedder, vectors = load_vectors([run / VECTORS for run in every])
             unit = f"mean cosine distance of correct responses; embedder: {embedder}"
             if kind == "exploration":
-                pages[study.base / f"{name}-{model}-pca.html"] = diversity_page(embedder, vectors)[1]
+                pages[study.base / f"{name}-{model}-pca.html"] = diversity_page(embedder, vectors)[
+                    1
+                ]
             known = spec.get("published_diversity", {}).get(model, {})
             for benchmark in spec["diversity"]:
                 cells += diversity_cells((model, benchmark), runs, vectors, known)
         for benchmark in entry.get("benchmarks", ()):
             known = {m: dict(zip(spec["k"], v.get(benchmark, ()), strict=False))
                      for m, v in spec.get("published", {}).get(model, {}).items()}  # fmt: skip
-            evaluations = {m: [run / study.evaluation_of[benchmark] for run in found] for m, found in runs.items()}
+            evaluations = {
+                m: [run / study.evaluation_of[benchmark] for run in found]
+                for m, found in runs.items()
+            }
             cells += pass_cells((model, benchmark), entry.get("k", spec["k"]), evaluations, known)
     beside = "published" if "published" in spec else "nothing published for this model and task"
     text = f"{name}: {unit}. Ours [95 % bootstrap over seeds and problems] / {beside}\n\n{table_text(cells)}"
-    write_atomically(study.base / f"{name}.json", [json.dumps([asdict(c) for c in cells], indent=1).encode(), b"\n"])
+    write_atomically(
+        study.base / f"{name}.json",
+        [json.dumps([asdict(c) for c in cells], indent=1).encode(), b"\n"],
+    )
     write_atomically(study.base / f"{name}.txt", [text.encode(), b"\n"])
     yield f"\n{text}"
     for path, page in pages.items():

@@ -1,4 +1,5 @@
-"""Architectures of published models by hub id, so that `plan` needs neither the checkpoint nor a network.
+"""Architectures of published models by hub id, so that `plan` needs neither the checkpoint nor a
+network.
 
 The values are those of each repository's config.json that are not transformers' defaults.
 """
@@ -41,7 +42,11 @@ _QWEN3_30B_A3B: Mapping[str, Any] = {
     "norm_topk_prob": True,
 }
 _QWEN25_7B: Mapping[str, Any] = {
-    **{key: value for key, value in _qwen3(3584, 28, 28, 18944, tied=False).items() if key != "head_dim"},
+    **{
+        key: value
+        for key, value in _qwen3(3584, 28, 28, 18944, tied=False).items()
+        if key != "head_dim"
+    },
     "model_type": "qwen2",
     "num_key_value_heads": 4,
     "vocab_size": 152064,
@@ -67,12 +72,15 @@ QUICKSTART_MODEL: Mapping[str, Any] = {
     "rope_theta": 10000.0,
     "torch_dtype": "float32",
 }
-"""Architecture of examples/quickstart's model, for `plan` before the quickstart ran (a test compares the two)."""
+"""Architecture of examples/quickstart's model, for `plan` before the quickstart ran (a test
+compares the two).
+"""
 _QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
 
 
 def find_config(model_path: str) -> Mapping[str, Any] | None:
-    """config.json of a local folder, a converted checkpoint, a known hub id or the quickstart; else None.
+    """config.json of a local folder, a converted checkpoint, a known hub id or the quickstart; else
+    None.
 
     Raises ConversionError if a folder's config.json cannot be read.
     """
@@ -94,7 +102,8 @@ def need_config(model_path: str, where: str) -> Mapping[str, Any]:
     config = find_config(model_path)
     if config is None:
         raise ConfigError(
-            f"model.path={model_path}: no folder with a config.json, and none of {', '.join(KNOWN_MODELS)}; run "
+            f"model.path={model_path}: no folder with a config.json, and none of "
+            f"{', '.join(KNOWN_MODELS)}; run "
             f"`pacs-megatron fetch` on a machine with network first ({where})"
         )
     return config

@@ -1,4 +1,6 @@
-"""`plan`: estimates memory, time and fit of a run from its configuration, without GPU, Slurm, network or torch."""
+"""`plan`: estimates memory, time and fit of a run from its configuration, without GPU, Slurm,
+network or torch.
+"""
 
 import bisect
 import math
@@ -8,7 +10,12 @@ from itertools import product
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, RunConfig
-from pacs_megatron.config.checks import divisors, find_problems, layout_problems, max_sequence_tokens
+from pacs_megatron.config.checks import (
+    divisors,
+    find_problems,
+    layout_problems,
+    max_sequence_tokens,
+)
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.errors import ConfigError
@@ -22,7 +29,10 @@ from pacs_megatron.workbench.plan.known_models import need_config
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Memory, time and disk space of a run. For a run without GPUs it has memory, but no times and no limits."""
+    """Memory, time and disk space of a run.
+
+    For a run without GPUs it has memory, but no times and no limits.
+    """
 
     config: RunConfig
     spec: ModelSpec
@@ -40,8 +50,11 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step: the sum of all phases. With sampling ahead of training: the longer of the servers' and
-        the trainer's phases (the sync belongs to both)."""
+        """Seconds of one step: the sum of all phases.
+
+        With sampling ahead of training: the longer of the servers' and the trainer's phases (the
+        sync belongs to both).
+        """
         return self._step_s([phase.seconds for phase in self.phases])
 
     @property
@@ -54,7 +67,11 @@ class Plan:
         if not self.is_ahead:
             return sum(seconds)
         rollout, sync = (
-            sum(value for value, phase in zip(seconds, self.phases, strict=True) if phase.name.startswith(name))
+            sum(
+                value
+                for value, phase in zip(seconds, self.phases, strict=True)
+                if phase.name.startswith(name)
+            )
             for name in ("rollout", "weight sync")
         )
         return max(rollout + sync, sum(seconds) - rollout)
@@ -78,12 +95,15 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every stage and phase fits, and a server's cache fits one sample."""
-        return self.gpu is None or (self.peak.total <= self.gpu.memory_gib * GIB and self.small_cache is None)
+        return self.gpu is None or (
+            self.peak.total <= self.gpu.memory_gib * GIB and self.small_cache is None
+        )
 
     @property
     def small_cache(self) -> str | None:
         """The key to change if a sample of maximum length exceeds a server's KV cache; else None."""
-        rollout, servers = self.config.rollout.sglang, self.config.rollout.managed_servers
+        rollout = self.config.rollout.sglang
+        servers = self.config.rollout.managed_servers
         if self.gpu is None or self.rollout is None or rollout is None or servers is None:
             return None
         per_token = memory.kv_bytes_per_token(self.spec, servers.tp)
@@ -101,32 +121,46 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if any."""
+        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if
+        any.
+        """
         width = memory.WIDTH[self.config.precision.dtype]
         reference = width if memory.needs_reference_snapshot(self.config) else 0
-        trained = sum(map(memory.megatron_elements, memory.trained_models(self.config, self.spec).values()))
+        trained = sum(
+            map(memory.megatron_elements, memory.trained_models(self.config, self.spec).values())
+        )
         return trained * (12 + width) + memory.megatron_elements(self.spec) * reference
 
     @property
     def num_checkpoints(self) -> int:
-        """Maximum number of checkpoints: the kept ones, the one being written, and possibly one inside a step."""
+        """Maximum number of checkpoints: the kept ones, the one being written, and possibly one
+        inside a step.
+        """
         return self.config.checkpoint.keep_last + 1 + (self.config.batch.num_updates > 1)
 
     @property
     def disk_bytes(self) -> float:
         """The maximum number of checkpoints and the exported models."""
-        exported = sum(map(memory.num_parameters, memory.trained_models(self.config, self.spec).values()))
-        return (self.checkpoint_bytes * self.num_checkpoints + exported * 2) * constants.FREE_DISK_FACTOR.value
+        exported = sum(
+            map(memory.num_parameters, memory.trained_models(self.config, self.spec).values())
+        )
+        return (
+            self.checkpoint_bytes * self.num_checkpoints + exported * 2
+        ) * constants.FREE_DISK_FACTOR.value
 
     @property
     def host_bytes_per_rank(self) -> float:
-        """Host memory of the reference snapshot, of the off-loaded state and, with a GPU, of a save on the fullest rank."""
+        """Host memory of the reference snapshot, of the off-loaded state and, with a GPU, of a save
+        on the fullest rank.
+        """
         offloaded = memory.most_offloaded_bytes(self.config, self.spec, self.layout)
         if self.gpu is not None:
             offloaded += memory.host_state_bytes(self.config, self.spec, self.layout)
         if not memory.needs_reference_snapshot(self.config):
             return offloaded
-        sizes = (memory.rank_parameters(self.spec, self.layout, s).total for s in range(self.layout.pp))
+        sizes = (
+            memory.rank_parameters(self.spec, self.layout, s).total for s in range(self.layout.pp)
+        )
         return max(sizes) * memory.WIDTH[self.config.precision.dtype] + offloaded
 
 
@@ -135,7 +169,9 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     config = loaded.config
     spec = read_spec(need_config(config.model.path, loaded.where("model.path")))
     world_size = ranks_to_start(config)
-    problems = layout_problems(config, world_size) + shape_problems(config, spec, Path(config.model.path).name)
+    problems = layout_problems(config, world_size) + shape_problems(
+        config, spec, Path(config.model.path).name
+    )
     if problems:
         raise loaded.fail(problems[0])
     return plan_of(config, spec)
@@ -147,31 +183,53 @@ def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
     gpu = constants.GPUS[config.resources.gpu] if config.resources.gpu is not None else None
     lengths = timing.mean_lengths(config)
     stages = tuple(memory.train_memory(config, spec, layout, stage) for stage in range(layout.pp))
-    rollout = memory.rollout_memory(config, spec, layout, gpu.memory_gib * GIB if gpu is not None else 0.0)
-    phases = timing.step_phases(config, spec, layout, gpu, rollout, lengths) if gpu is not None else []
+    rollout = memory.rollout_memory(
+        config, spec, layout, gpu.memory_gib * GIB if gpu is not None else 0.0
+    )
+    phases = (
+        timing.step_phases(config, spec, layout, gpu, rollout, lengths) if gpu is not None else []
+    )
     return Plan(config, spec, layout, gpu, lengths, stages, rollout, tuple(phases))
 
 
-# ---------------------------------------------------------------------------------------------------------------- search
+# ----------------------------------------------------------------------------------------------------------------
+# search
 def search_layouts(plan: Plan) -> list[Plan]:
     """Plans of all valid layouts on the same GPUs: first those that fit, then by step time.
 
     Raises ConfigError without GPUs.
     """
     if plan.gpu is None:
-        raise ConfigError("plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu")
+        raise ConfigError(
+            "plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu"
+        )
     found = [plan_of(config, plan.spec) for config in _candidates(plan)]
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.step_s))
 
 
 def _candidates(plan: Plan) -> Iterator[RunConfig]:
-    config, spec = plan.config, plan.spec
-    world_size, per_node = plan.layout.world_size, config.resources.gpus_per_node
+    config = plan.config
+    spec = plan.spec
+    world_size = plan.layout.world_size
+    per_node = config.resources.gpus_per_node
     pps = [pp for pp in divisors(spec.num_layers) if pp <= 16]
-    eps = [ep for ep in (divisors(spec.moe.num_experts) if spec.moe is not None else [1]) if ep <= per_node]
+    eps = [
+        ep
+        for ep in (divisors(spec.moe.num_experts) if spec.moe is not None else [1])
+        if ep <= per_node
+    ]
     for tp, pp, ep, granularity in product(divisors(per_node), pps, eps, ("none", "full")):
-        layout = {"tp": tp, "pp": pp, "ep": ep, "vpp": None, "sequence_parallel": tp > 1, "distributed_optimizer": True}
-        candidate = _changed(config, "parallel", **layout, recompute=_recompute(config, granularity))
+        layout = {
+            "tp": tp,
+            "pp": pp,
+            "ep": ep,
+            "vpp": None,
+            "sequence_parallel": tp > 1,
+            "distributed_optimizer": True,
+        }
+        candidate = _changed(
+            config, "parallel", **layout, recompute=_recompute(config, granularity)
+        )
         broken = find_problems(candidate) + layout_problems(candidate, world_size)
         if not broken and not shape_problems(candidate, spec, ""):
             yield candidate
@@ -181,7 +239,9 @@ def _candidates(plan: Plan) -> Iterator[RunConfig]:
 
 
 def largest_budget(config: RunConfig, plan: Plan) -> int:
-    """The largest `batch.tokens_per_microbatch` that fits, up to a whole group; 0 if not even the average group fits."""
+    """The largest `batch.tokens_per_microbatch` that fits, up to a whole group; 0 if not even the
+    average group fits.
+    """
     groups = timing.group_tokens(config, plan.lengths)
     if groups is None:
         return 0
@@ -203,19 +263,26 @@ def _recompute(config: RunConfig, granularity: str) -> object:
     return config.parallel.recompute.model_copy(update={"granularity": granularity})
 
 
-# --------------------------------------------------------------------------------------------------------------- compare
+# ---------------------------------------------------------------------------------------------------------------
+# compare
 BUDGET_STEP = 1024
 """tokens"""
 _COMPARED = ("rollout", "scores", "updates", "off-load", "sync")
 
 
 def compare_gpus(plan: Plan) -> str:
-    """The same run on an H100 and an H200, each with and without recomputation and off-loading: memory and seconds of each
-    phase. `head` is the memory of a chunk of logits."""
-    titles = "".join(f"{title:>10}" for title in ("train", "servers", "head", "fits  s:", *_COMPARED, "step"))
+    """The same run on an H100 and an H200, each with and without recomputation and off-loading:
+    memory and seconds of each phase. `head` is the memory of a chunk of logits.
+    """
+    titles = "".join(
+        f"{title:>10}" for title in ("train", "servers", "head", "fits  s:", *_COMPARED, "step")
+    )
     lines = [_headline(plan), "", f"  gpu   recompute  offload {titles}"]
-    rollout, nodes = plan.config.rollout, plan.config.resources.nodes
-    offloads = ("none", "all") if rollout.starts_servers_on_trainer_gpus and nodes == 1 else ("none",)
+    rollout = plan.config.rollout
+    nodes = plan.config.resources.nodes
+    offloads = (
+        ("none", "all") if rollout.starts_servers_on_trainer_gpus and nodes == 1 else ("none",)
+    )
     for gpu, granularity, offload in product(("h100", "h200"), ("none", "full"), offloads):
         config = _changed(plan.config, "resources", gpu=gpu)
         config = _changed(config, "parallel", recompute=_recompute(config, granularity))
@@ -228,23 +295,34 @@ def compare_gpus(plan: Plan) -> str:
 def _compared_row(plan: Plan) -> str:
     train = _gib(max(stage.total for stage in plan.stages))
     rollout = _gib(plan.rollout.total) if plan.rollout is not None else "-"
-    head = _gib(sum(item.num_bytes for item in plan.stages[-1].items if item.name.startswith("output layer")))
+    head = _gib(
+        sum(
+            item.num_bytes for item in plan.stages[-1].items if item.name.startswith("output layer")
+        )
+    )
     words = [train, rollout, head, "yes   " if plan.fits else "no   "]
     for title in _COMPARED:
         name = {"scores": "score", "sync": "weight sync"}.get(title, title)
-        words.append(f"{sum(phase.seconds for phase in plan.phases if phase.name.startswith(name)):.1f}")
+        words.append(
+            f"{sum(phase.seconds for phase in plan.phases if phase.name.startswith(name)):.1f}"
+        )
     return "".join(f"{word:>10}" for word in [*words, f"{plan.step_s:.1f}"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# ----------------------------------------------------------------------------------------------------------------
+# output
 def render(plan: Plan) -> str:
     """The plan as text."""
-    lines, owner = [_headline(plan), ""], "on each GPU" if plan.gpu else "a rank"
+    lines = [_headline(plan), ""]
+    owner = "on each GPU" if plan.gpu else "a rank"
     for stage in plan.parts:
         title = f"training, pipeline stage {stage.stage}" if stage.phase == "train" else "rollout"
         low, high = stage.span
         lines.append(f"{title}: {_gib(stage.total)} (range {_gib(low)} to {_gib(high)}) {owner}")
-        lines.extend(f"  {_gib(item.num_bytes)}  {item.name}{_range(item)}  [{item.source}]" for item in stage.items)
+        lines.extend(
+            f"  {_gib(item.num_bytes)}  {item.name}{_range(item)}  [{item.source}]"
+            for item in stage.items
+        )
         lines.append("")
     lines.extend(_verdict(plan))
     if plan.phases:
@@ -254,7 +332,8 @@ def render(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    layout, resources = plan.layout, plan.config.resources
+    layout = plan.layout
+    resources = plan.config.resources
     where = f"{layout.world_size} CPU ranks"
     if plan.gpu is not None:
         where = f"{resources.nodes} x {resources.gpus_per_node} {plan.gpu.name}"
@@ -268,9 +347,13 @@ def _headline(plan: Plan) -> str:
 def _verdict(plan: Plan) -> list[str]:
     if plan.gpu is None:
         return ["no GPU is configured: no limit to check"]
-    limit, peak = plan.gpu.memory_gib * GIB, plan.peak
+    limit = plan.gpu.memory_gib * GIB
+    peak = plan.peak
     if peak.total <= limit and plan.small_cache is not None:
-        return ["DOES NOT FIT: one sample exceeds a server's KV cache", f"  change {plan.small_cache}"]
+        return [
+            "DOES NOT FIT: one sample exceeds a server's KV cache",
+            f"  change {plan.small_cache}",
+        ]
     where = f"stage {peak.stage}" if peak.phase == "train" else "the rollout phase"
     text = f"{_gib(peak.total)} of {_gib(limit)} ({peak.total / limit:.0%}) of a {plan.gpu.name}, in {where}"
     if plan.fits:
@@ -279,7 +362,8 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
-    config, layout = plan.config, plan.layout
+    config = plan.config
+    layout = plan.layout
     parallel = config.parallel
     if plan.peak.phase == "rollout":
         if config.policy.offload != "all" and config.rollout.on_trainer_gpus:
@@ -305,29 +389,42 @@ def _time_lines(plan: Plan) -> list[str]:
         flops = f", {phase.flops / 1e15:,.1f} PFLOP" if phase.flops else ""
         note = f" ({phase.note})" if phase.note else ""
         low, high = phase.span_s
-        lines.append(f"  {phase.seconds:9.1f} s  {phase.name}, {low:.1f} to {high:.1f} s{flops}{note}")
+        lines.append(
+            f"  {phase.seconds:9.1f} s  {phase.name}, {low:.1f} to {high:.1f} s{flops}{note}"
+        )
     hours = plan.step_s * plan.config.run.steps / 3600
     together = "together, rollout beside the rest" if plan.is_ahead else "together"
     low, high = plan.step_span
     rate = samples * plan.lengths.total / plan.step_s / plan.num_gpus
     return [
         *lines,
-        f"  {plan.step_s:9.1f} s  {together}, {low:.1f} to {high:.1f} s: {rate:,.0f} tokens/s a GPU",
-        f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} GPU-hours "
-        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come on top)",
+        f"  {plan.step_s:9.1f} s  {together}, {low:.1f} to {high:.1f} s: {rate:,.0f} tokens/s a "
+        "GPU",
+        f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} "
+        "GPU-hours "
+        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come "
+        "on top)",
     ]
 
 
 def _group_lines(plan: Plan) -> Iterator[str]:
-    """Whether whole groups fit into the token budget, which need no score pass, and the largest budget that fits."""
+    """Whether whole groups fit into the token budget, which need no score pass, and the largest
+    budget that fits.
+    """
     groups = timing.group_tokens(plan.config, plan.lengths)
     if groups is None or plan.gpu is None:
         return
-    budget, largest = plan.config.batch.tokens_per_microbatch, largest_budget(plan.config, plan)
+    budget = plan.config.batch.tokens_per_microbatch
+    largest = largest_budget(plan.config, plan)
     holds = "all" if budget >= groups[1] else "most" if budget >= groups[0] else "few"
-    fits = f"up to {largest:,} fit" if largest else "no budget for the average group fits; see `plan --search`"
+    fits = (
+        f"up to {largest:,} fit"
+        if largest
+        else "no budget for the average group fits; see `plan --search`"
+    )
     yield (
-        f"groups of {groups[0]:,} tokens on average and {groups[1]:,} at most: batch.tokens_per_microbatch={budget} keeps "
+        f"groups of {groups[0]:,} tokens on average and {groups[1]:,} at most: "
+        f"batch.tokens_per_microbatch={budget} keeps "
         f"{holds} of them whole, without a score pass; {fits}"
     )
 
@@ -335,26 +432,36 @@ def _group_lines(plan: Plan) -> Iterator[str]:
 def _disk_lines(plan: Plan) -> list[str]:
     middle = ", one in the middle of a step" if plan.config.batch.num_updates > 1 else ""
     lines = [
-        f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.num_checkpoints} of them (checkpoint.keep_last="
-        f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: {_gib(plan.disk_bytes)}",
-        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on rank 0 and in the "
+        f"a checkpoint: {_gib(plan.checkpoint_bytes)}; quota for {plan.num_checkpoints} of them "
+        "(checkpoint.keep_last="
+        f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: "
+        f"{_gib(plan.disk_bytes)}",
+        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} "
+        "on rank 0 and in the "
         "driver each",
     ]
     if host := plan.host_bytes_per_rank:
-        lines.append(f"host memory for reference snapshot, off-loaded state and a save: {_gib(host)} a rank")
+        lines.append(
+            f"host memory for reference snapshot, off-loaded state and a save: {_gib(host)} a rank"
+        )
     return lines
 
 
 def render_search(plans: Sequence[Plan], current: Plan) -> str:
     """The ten best layouts and the configured one."""
-    lines = ["  tp  pp  ep   dp  recompute  budget   memory  fits    step s", *map(_search_row, plans[:10])]
+    lines = [
+        "  tp  pp  ep   dp  recompute  budget   memory  fits    step s",
+        *map(_search_row, plans[:10]),
+    ]
     lines.extend(["", "as configured:", _search_row(current)])
     best = plans[0]
     text = "no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch"
     if best.fits:
         text = (
-            f"best: parallel.tp={best.layout.tp} parallel.pp={best.layout.pp} parallel.ep={best.layout.ep} "
-            f"parallel.sequence_parallel={str(best.layout.tp > 1).lower()} parallel.distributed_optimizer=true "
+            f"best: parallel.tp={best.layout.tp} parallel.pp={best.layout.pp} "
+            f"parallel.ep={best.layout.ep} "
+            f"parallel.sequence_parallel={str(best.layout.tp > 1).lower()} "
+            "parallel.distributed_optimizer=true "
             f"parallel.recompute.granularity={best.config.parallel.recompute.granularity} "
             f"batch.tokens_per_microbatch={best.config.batch.tokens_per_microbatch}"
         )
@@ -362,7 +469,8 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
 
 
 def _search_row(plan: Plan) -> str:
-    layout, granularity = plan.layout, plan.config.parallel.recompute.granularity
+    layout = plan.layout
+    granularity = plan.config.parallel.recompute.granularity
     return (
         f"{layout.tp:4d}{layout.pp:4d}{layout.ep:4d}{layout.dp:5d}  {granularity:<9}"
         f"{plan.config.batch.tokens_per_microbatch:8d}{_gib(plan.peak.total):>9}"

@@ -1,7 +1,10 @@
-"""Computes FLOPs and expected seconds of a step's phases (rollout, score pass, update, sync). Does not import torch.
+"""Computes FLOPs and expected seconds of a step's phases (rollout, score pass, update, sync).
 
-FLOPs follow Megatron's formula: two per multiply-add, attention scores counted in full rows but halved for causality.
-Seconds come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
+Does not import torch.
+
+FLOPs follow Megatron's formula: two per multiply-add, attention scores counted in full rows but
+halved for causality. Seconds come from the FLOPs and the constants' assumed efficiencies; they are
+estimates, not measurements.
 """
 
 import math
@@ -64,18 +67,26 @@ def mean_lengths(config: RunConfig) -> Lengths:
 
 def active_matrix_parameters(spec: ModelSpec) -> int:
     """Elements of the layers' matrices that one token uses (top_k experts), without embeddings."""
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * queries + 2 * keys)
     mlp = 3 * spec.hidden_size * spec.ffn_size
     if spec.moe is not None:
-        mlp = spec.hidden_size * (spec.moe.top_k * 3 * spec.moe.expert_ffn_size + spec.moe.num_experts)
+        mlp = spec.hidden_size * (
+            spec.moe.top_k * 3 * spec.moe.expert_ffn_size + spec.moe.num_experts
+        )
     return spec.num_layers * (attention + mlp)
 
 
-def forward_flops(spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float) -> float:
-    """FLOPs of one forward pass over `num_tokens` in sequences of `mean_length`, with `num_outputs` log-probs."""
+def forward_flops(
+    spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float
+) -> float:
+    """FLOPs of one forward pass over `num_tokens` in sequences of `mean_length`, with `num_outputs`
+    log-probs.
+    """
     matrices = 2 * active_matrix_parameters(spec) * num_tokens
-    # Scores and their product with the values: 2 * 2 * s * heads * head_dim per token, half of it masked.
+    # Scores and their product with the values: 2 * 2 * s * heads * head_dim per token, half of it
+    # masked.
     attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
     head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
     return matrices + attention + head
@@ -85,16 +96,21 @@ def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tu
     """Share of a forward pass that the backward pass computes again: (layers, output layer)."""
     whole = forward_flops(spec, lengths.total, lengths.total, lengths.response)
     head = whole - forward_flops(spec, lengths.total, lengths.total, 0)
-    recompute, layers = config.parallel.recompute, 0.0
-    matrices, attention = 2 * active_matrix_parameters(spec) * lengths.total, spec.num_heads * spec.head_dim
+    recompute = config.parallel.recompute
+    layers = 0.0
+    matrices = 2 * active_matrix_parameters(spec) * lengths.total
+    attention = spec.num_heads * spec.head_dim
     if recompute.granularity == "full":
         layers = whole - head
     elif recompute.granularity == "selective":
-        queries_keys = 2 * spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
+        queries_keys = (
+            2 * spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
+        )
         in_mlp = matrices - queries_keys * spec.num_layers * lengths.total
         layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
         layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
-    # If a token's coefficient depends on this forward, the output layer's gradient needs the complete forward pass.
+    # If a token's coefficient depends on this forward, the output layer's gradient needs the
+    # complete forward pass.
     updates = range(config.batch.num_updates)
     objective = build_objective(config.objective, updates_per_step=len(updates))
     is_together = keeps_groups_together(config, lengths)
@@ -104,18 +120,29 @@ def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tu
 
 
 def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
-    """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's updates."""
+    """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's
+    updates.
+    """
     batch = config.batch
     objective = build_objective(config.objective, updates_per_step=batch.num_updates)
-    has_scores = objective.coupling == "minibatch" or (objective.coupling == "group" and not groups_together)
-    before = sum(len(passes_of(objective, batch.updates_of(part))) for part in range(batch.updates_per_step))
-    return before + sum(bool(has_scores and objective.statistics(update)) for update in range(batch.num_updates))
+    has_scores = objective.coupling == "minibatch" or (
+        objective.coupling == "group" and not groups_together
+    )
+    before = sum(
+        len(passes_of(objective, batch.updates_of(part))) for part in range(batch.updates_per_step)
+    )
+    return before + sum(
+        bool(has_scores and objective.statistics(update)) for update in range(batch.num_updates)
+    )
 
 
 def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
     """Whether groups fit one micro-batch at the mean length, so no update needs a score pass."""
     batch = config.batch
-    return batch.groups != "apart" and batch.samples_per_prompt * lengths.total <= batch.tokens_per_microbatch
+    return (
+        batch.groups != "apart"
+        and batch.samples_per_prompt * lengths.total <= batch.tokens_per_microbatch
+    )
 
 
 def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
@@ -127,7 +154,9 @@ def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
     return math.ceil(samples * lengths.total), samples * max_sequence_tokens(config)
 
 
-def train_seconds(config: RunConfig, layout: Layout, gpu: Gpu, flops: float, lengths: Lengths, mfu: Constant) -> float:
+def train_seconds(
+    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, lengths: Lengths, mfu: Constant
+) -> float:
     """Seconds that all GPUs need for `flops` FLOPs, with pipeline bubble, TP and CP losses."""
     efficiency = mfu.value
     for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
@@ -139,19 +168,31 @@ def train_seconds(config: RunConfig, layout: Layout, gpu: Gpu, flops: float, len
 
 
 def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
-    """Idle time of the pipeline over its working time: (pp - 1) / (micro-batches of a rank in an update * vpp)."""
+    """Idle time of the pipeline over its working time:
+
+    (pp - 1) / (micro-batches of a rank in an update * vpp).
+    """
     batch = config.batch
     samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step
-    num_microbatches = max(1, round(samples * lengths.total / layout.dp / batch.tokens_per_microbatch))
+    num_microbatches = max(
+        1, round(samples * lengths.total / layout.dp / batch.tokens_per_microbatch)
+    )
     return (layout.pp - 1) / (num_microbatches * (layout.vpp or 1))
 
 
 def step_phases(
-    config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
+    config: RunConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    gpu: Gpu,
+    sampling: StageMemory | None,
+    lengths: Lengths,
 ) -> list[Phase]:
     """Rollout, forward-only passes, updates and weight sync of one step."""
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    forward = forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
+    forward = forward_flops(
+        spec, samples * lengths.total, lengths.total, samples * lengths.response
+    )
     phases = []
     if config.rollout.is_sampled:
         phases.append(_rollout(config, spec, layout, gpu, sampling, lengths))
@@ -160,17 +201,23 @@ def step_phases(
         flops = forward * passes / config.batch.updates_per_step
         seconds = train_seconds(config, layout, gpu, flops, lengths, constants.FORWARD_MFU)
         note = f"{passes} passes over a mini-batch"
-        phases.append(Phase("score and log-prob passes", seconds, flops, note, _inverse(constants.FORWARD_MFU)))
+        phases.append(
+            Phase(
+                "score and log-prob passes", seconds, flops, note, _inverse(constants.FORWARD_MFU)
+            )
+        )
     of_critic = 0.0
     if isinstance(config.objective, PpoOptions):
         of_critic = forward_flops(spec, samples * lengths.total, lengths.total, 0)
     layers, head = recomputed_flops(config, spec, lengths)
-    epoch, epochs = 3 * (forward + of_critic), config.batch.epochs
+    epoch = 3 * (forward + of_critic)
+    epochs = config.batch.epochs
     whole = epoch + (forward + of_critic) * layers + forward * head
     seconds = train_seconds(config, layout, gpu, whole * epochs, lengths, constants.TRAIN_MFU)
     note = (
         f"{config.batch.num_updates} updates{' of both models' if of_critic else ''}, bubble "
-        f"{bubble(config, layout, lengths):.0%}, of the time {(forward + of_critic) * layers / whole:.0%} recomputes layers, "
+        f"{bubble(config, layout, lengths):.0%}, of the time "
+        f"{(forward + of_critic) * layers / whole:.0%} recomputes layers, "
         f"{forward * head / whole:.0%} logits"
     )
     phases.append(Phase("updates", seconds, epoch * epochs, note, _inverse(constants.TRAIN_MFU)))
@@ -190,20 +237,35 @@ def _inverse(rate: Constant) -> tuple[float, float]:
 
 
 def _rollout(
-    config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, sampling: StageMemory | None, lengths: Lengths
+    config: RunConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    gpu: Gpu,
+    sampling: StageMemory | None,
+    lengths: Lengths,
 ) -> Phase:
-    """The rollout phase. Samples run in rounds that fill the cache; the last round has low concurrency until the
-    response limit."""
+    """The rollout phase.
+
+    Samples run in rounds that fill the cache; the last round has low concurrency until the response
+    limit.
+    """
     samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    servers, rollout, embedded = config.rollout.managed_servers, config.rollout.sglang, config.rollout.embedded
+    servers = config.rollout.managed_servers
+    rollout = config.rollout.sglang
+    embedded = config.rollout.embedded
     replicas, tp = (layout.world_size, 1) if servers is None else (servers.count, servers.tp)
     if sampling is None:
         return Phase("rollout", 0.0, 0.0, "attached servers: not estimated")
-    per_token, mean = kv_bytes_per_token(spec, tp), lengths.prompt + lengths.response / 2
+    per_token = kv_bytes_per_token(spec, tp)
+    mean = lengths.prompt + lengths.response / 2
     limit = math.inf if rollout is None else rollout.max_in_flight
     limit = limit if embedded is None else embedded.batch_sequences
-    concurrent = max(1.0, min(kv_cache_bytes(sampling) / (per_token * mean), limit, samples / replicas))
-    weights = (4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)) / tp
+    concurrent = max(
+        1.0, min(kv_cache_bytes(sampling) / (per_token * mean), limit, samples / replicas)
+    )
+    weights = (
+        4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)
+    ) / tp
     if spec.moe is not None:  # few sequences read few experts; many read all
         weights *= min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
     step = _decode_step(spec, gpu, tp, weights + per_token * concurrent * mean, concurrent, lengths)
@@ -212,15 +274,26 @@ def _rollout(
     few = _decode_step(spec, gpu, tp, weights + per_token * 8 * mean, 8, lengths)
     tail = max(0.0, max_response_tokens(config) - lengths.response) * few / 2
     prefill = forward_flops(spec, config.batch.prompts_per_step * lengths.prompt, lengths.prompt, 0)
-    seconds = steady + tail + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
+    seconds = (
+        steady
+        + tail
+        + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
+    )
     rate = samples * lengths.response / seconds / (replicas * tp)
-    flops = forward_flops(spec, samples * lengths.response, lengths.total, samples * lengths.response) + prefill
+    flops = (
+        forward_flops(spec, samples * lengths.response, lengths.total, samples * lengths.response)
+        + prefill
+    )
     note = f"{replicas} samplers x {concurrent:.0f} sequences, {rate:,.0f} tokens/s a GPU"
     return Phase("rollout", seconds, flops, note, _inverse(constants.DECODE_BANDWIDTH_FRAC))
 
 
-def _decode_step(spec: ModelSpec, gpu: Gpu, tp: int, read: float, concurrent: float, lengths: Lengths) -> float:
-    """Seconds of one decoding step of `concurrent` sequences that reads `read` bytes of weights and cache on each GPU."""
+def _decode_step(
+    spec: ModelSpec, gpu: Gpu, tp: int, read: float, concurrent: float, lengths: Lengths
+) -> float:
+    """Seconds of one decoding step of `concurrent` sequences that reads `read` bytes of weights and
+    cache on each GPU.
+    """
     by_bandwidth = read / (gpu.memory_gb_s * 1e9 * constants.DECODE_BANDWIDTH_FRAC.value)
     flops = forward_flops(spec, concurrent, lengths.total, concurrent) / tp
     by_compute = flops / (gpu.bf16_tflops * 1e12 * constants.DECODE_MFU.value)
@@ -231,12 +304,15 @@ def _sync(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase
     rollout = config.rollout.sglang
     assert rollout is not None
     num_bytes = sampler_weight_bytes(rollout, spec)
-    transport, note = rollout.sync.transport, f"{num_bytes / 1e9:.1f} GB"
+    transport = rollout.sync.transport
+    note = f"{num_bytes / 1e9:.1f} GB"
     if transport == "disk":
-        seconds, rate = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9), constants.DISK_GB_S
+        seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)
+        rate = constants.DISK_GB_S
     else:
         link = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
         copies = servers_per_feeder(config, layout)
-        seconds, rate = copies * num_bytes / (link * 1e9 * constants.SYNC_FRAC.value), constants.SYNC_FRAC
+        seconds = copies * num_bytes / (link * 1e9 * constants.SYNC_FRAC.value)
+        rate = constants.SYNC_FRAC
         note += f", {copies} on the fullest link" if transport == "broadcast" else ""
     return Phase(f"weight sync ({transport})", seconds, 0.0, note, _inverse(rate))

@@ -23,13 +23,16 @@ class Check:
         return f"{self.level:<4}  {self.key}: {self.message}{f' -> {self.fix}' if self.fix else ''}"
 
 
-def judged(key: str, is_good: bool, message: str, fix: str = "", otherwise: Level = "fail") -> Check:
+def judged(
+    key: str, is_good: bool, message: str, fix: str = "", otherwise: Level = "fail"
+) -> Check:
     """`ok`, or the level `otherwise` with the fix."""
     return Check("ok", key, message) if is_good else Check(otherwise, key, message, fix)
 
 
 def attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
-    """`ok` with the text that `action` returns, or `fail` with its PacsError, which contains the fix.
+    """`ok` with the text that `action` returns, or `fail` with its PacsError, which contains the
+    fix.
 
     An unreadable file or folder is also a failure.
     """

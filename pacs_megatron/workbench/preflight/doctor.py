@@ -19,7 +19,15 @@ from pacs_megatron.runtime.shipped import shipped_folder
 from pacs_megatron.runtime.waiting import try_program
 from pacs_megatron.workbench.preflight.check import Check, judged
 
-REQUIRED = ("torch", "megatron-core", "transformers", "datasets", "math-verify", "pydantic", "safetensors")
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "datasets",
+    "math-verify",
+    "pydantic",
+    "safetensors",
+)
 # Megatron-Core 0.16.1 requires this range of Transformer Engine.
 TE_RANGE = (Version("2.9"), Version("2.12"))
 SGLANG_PYTHONS = (Path(".venv-sglang-gpu/bin/python"), Path(".venv-sglang/bin/python"))
@@ -29,13 +37,16 @@ _TIMEOUT_S = 30.0
 
 
 def report() -> str:
-    """The findings as a table, and a summary of the machine's abilities; `none`: optional and absent."""
+    """The findings as a table, and a summary of the machine's abilities; `none`: optional and
+    absent.
+    """
     own = (cuda(), transformer_engine(), apex(), _sglang(), _sandbox(), _slurm(), _nemo_run())
     rows = [*python(), *packages(), *own]
     width = max(len(row.key) for row in rows)
     is_ok = {row.key: row.level == "ok" for row in rows}
     cpu = all(is_ok[name] for name in REQUIRED)
-    gpu, slurm = cpu and is_ok["CUDA"] and is_ok["transformer-engine"], is_ok["Slurm"]
+    gpu = cpu and is_ok["CUDA"] and is_ok["transformer-engine"]
+    slurm = is_ok["Slurm"]
     words = {True: "yes", False: "no"}
     return "\n".join(
         [
@@ -43,8 +54,10 @@ def report() -> str:
             "",
             f"train on CPU (gloo): {words[cpu]}",
             f"train on GPU in bf16 and FP8: {words[gpu]} (FP8 needs sm_89 or later)",
-            f"sample with SGLang: {words[is_ok['SGLang']]} (the embedded engine needs nothing more)",
-            f"submit to Slurm: {words[slurm]} by sbatch; by `submit`: {words[slurm and is_ok['nemo-run']]}",
+            f"sample with SGLang: {words[is_ok['SGLang']]} (the embedded engine needs nothing "
+            "more)",
+            f"submit to Slurm: {words[slurm]} by sbatch; by `submit`: "
+            f"{words[slurm and is_ok['nemo-run']]}",
         ]
     )
 
@@ -52,7 +65,8 @@ def report() -> str:
 def python() -> Iterator[Check]:
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
     yield judged("Python", good, platform.python_version(), "use Python 3.11 or 3.12")
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
+    cores = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory().total / 2**30
     yield Check("ok", "machine", f"{platform.platform()}, {cores} cores, {memory:.0f} GiB memory")
     yield Check("ok", "shipped files", f"configs and slurm in {shipped_folder('configs').parent}")
 
@@ -70,15 +84,24 @@ def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
     try:
         lines = requires(package) or []
     except PackageNotFoundError:
-        yield Check("warn", "software", f"{package} is not installed: its requirements cannot be read", "make install")
+        yield Check(
+            "warn",
+            "software",
+            f"{package} is not installed: its requirements cannot be read",
+            "make install",
+        )
         return
     for wanted in map(Requirement, lines):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         found = installed(wanted.name)
-        if found is None or not wanted.specifier.contains(Version(found).base_version, prereleases=True):
+        if found is None or not wanted.specifier.contains(
+            Version(found).base_version, prereleases=True
+        ):
             state = "not installed" if found is None else f"{found} is installed"
-            yield Check("fail", wanted.name, f"{state}, {wanted.specifier} is required", "make install")
+            yield Check(
+                "fail", wanted.name, f"{state}, {wanted.specifier} is required", "make install"
+            )
 
 
 def cuda() -> Check:
@@ -88,13 +111,22 @@ def cuda() -> Check:
 
     driver = driver_version()
     if not torch.cuda.is_available():
-        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch is a CPU build"
+        )
         if driver is None:
-            return Check("none", "CUDA", f"{built}, no NVIDIA driver", "training runs on CPU over gloo")
+            return Check(
+                "none", "CUDA", f"{built}, no NVIDIA driver", "training runs on CPU over gloo"
+            )
         fix = "install torch for your CUDA (README, Install), or a newer driver; nvidia-smi names its CUDA"
         return Check("fail", "CUDA", f"{built}, driver {driver}, and it finds no GPU", fix)
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    kinds = {f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor})" for gpu in gpus}
+    kinds = {
+        f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor})"
+        for gpu in gpus
+    }
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     found = f"{torch.version.cuda}, driver {driver}, NCCL {nccl}, {len(gpus)} GPUs: {', '.join(sorted(kinds))}"
     return Check("ok", "CUDA", found)
@@ -109,7 +141,8 @@ def driver_version() -> str | None:
 
 
 def transformer_engine() -> Check:
-    key, install = "transformer-engine", "`make install-gpu`"
+    key = "transformer-engine"
+    install = "`make install-gpu`"
     found = installed(key)
     low, high = TE_RANGE
     if found is None:
@@ -122,22 +155,30 @@ def transformer_engine() -> Check:
 
 def apex() -> Check:
     """NVIDIA Apex contains `amp_C`; PyPI's `apex` is an abandoned web toolkit of the same name."""
-    key, found = "NVIDIA Apex", installed("apex")
+    key = "NVIDIA Apex"
+    found = installed("apex")
     if find_spec("amp_C") is not None:
         return Check("ok", key, "fused optimizer kernels are installed")
     if found is None:
-        return Check("none", key, "not installed; Transformer Engine or torch supply the fused optimizer")
-    detail = f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
+        return Check(
+            "none", key, "not installed; Transformer Engine or torch supply the fused optimizer"
+        )
+    detail = (
+        f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
+    )
     return Check("fail", key, detail, "pip uninstall apex; build NVIDIA's from source")
 
 
 def _sglang() -> Check:
-    here, python = installed("sglang"), next((path for path in SGLANG_PYTHONS if path.exists()), None)
+    here = installed("sglang")
+    python = next((path for path in SGLANG_PYTHONS if path.exists()), None)
     install = "`make install-gpu`, on CPU `make install-sglang`"
     if here is not None:
         return Check("ok", "SGLang", f"{here}, in this environment")
     if python is None:
-        return Check("none", "SGLang", "not installed", f"{install} (its pins clash with Megatron's)")
+        return Check(
+            "none", "SGLang", "not installed", f"{install} (its pins clash with Megatron's)"
+        )
     done = try_program([str(python), "-c", SGLANG_VERSION_CODE], timeout_s=_TIMEOUT_S)
     if done.returncode:
         return Check("fail", "SGLang", f"{python} has no sglang", install)
@@ -155,7 +196,12 @@ def _sandbox() -> Check:
 
 def _slurm() -> Check:
     if shutil.which("sinfo") is None:
-        return Check("none", "Slurm", "no sinfo on PATH", "log in to a cluster, or make install-slurm (Debian, root)")
+        return Check(
+            "none",
+            "Slurm",
+            "no sinfo on PATH",
+            "log in to a cluster, or make install-slurm (Debian, root)",
+        )
     found = try_program(["sinfo", "--version"], timeout_s=_TIMEOUT_S).stdout.strip()
     done = try_program(["sinfo", "-h"], timeout_s=_TIMEOUT_S)
     reason = f"no controller responds: {' '.join(done.stderr.split())}"
@@ -163,9 +209,15 @@ def _slurm() -> Check:
 
 
 def _nemo_run() -> Check:
-    found, lepton = installed("nemo-run"), installed("leptonai")
+    found = installed("nemo-run")
+    lepton = installed("leptonai")
     if found is None:
-        return Check("none", "nemo-run", "not installed", "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch")
+        return Check(
+            "none",
+            "nemo-run",
+            "not installed",
+            "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch",
+        )
     if lepton == "0.27.0":
         return Check("ok", "nemo-run", found)
     fix = "pip install leptonai==0.27.0: nemo-run's import fails with newer ones"

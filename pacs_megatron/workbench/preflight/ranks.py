@@ -33,28 +33,47 @@ SLOW_FRAC = 0.25
 PROBE_S = 10.0
 """Timeout for a new file to appear on other nodes, which a shared file system may delay"""
 WEIGHT_SAMPLE_BYTES = 1 << 20
-PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "pydantic", "transformer-engine")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "safetensors",
+    "pydantic",
+    "transformer-engine",
+)
 
 
 def run_everywhere(
-    config_path: Path, overrides: Sequence[str], *, cluster: Path | None = None, start_servers: bool = True
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    cluster: Path | None = None,
+    start_servers: bool = True,
 ) -> list[Check]:
     """Results of all checks on rank 0 or outside a job; only failures on other ranks.
 
-    Collective under torchrun or srun: one rank of each node checks its host, then all ranks compare.
+    Collective under torchrun or srun: one rank of each node checks its host, then all ranks
+    compare.
     """
     place = find_rank(os.environ)
     checks = []
     if place is None or place.local_rank == 0:
         with stdout_for_the_report():
-            checks = run_preflight(config_path, overrides, cluster=cluster, start_servers=start_servers)
+            checks = run_preflight(
+                config_path, overrides, cluster=cluster, start_servers=start_servers
+            )
         if place is not None and place.rank:
-            checks = [check for check in checks if check.level == "fail"]  # rank 0 alone reports the rest
+            checks = [
+                check for check in checks if check.level == "fail"
+            ]  # rank 0 alone reports the rest
     return checks + run_rank_checks(config_path, overrides)
 
 
 def run_rank_checks(path: Path, overrides: Sequence[str]) -> list[Check]:
-    """Checks over all ranks, on rank 0; empty elsewhere and outside a job. Collective under torchrun or srun."""
+    """Checks over all ranks, on rank 0; empty elsewhere and outside a job.
+
+    Collective under torchrun or srun.
+    """
     place = find_rank(os.environ)
     if place is None:
         return []
@@ -66,11 +85,18 @@ def run_rank_checks(path: Path, overrides: Sequence[str]) -> list[Check]:
     from pacs_megatron.parallel import groups
 
     try:
-        rank = groups.initialize(layout_of(loaded.config, place.world_size), seed=0, control_timeout_s=120.0)
+        rank = groups.initialize(
+            layout_of(loaded.config, place.world_size), seed=0, control_timeout_s=120.0
+        )
     except PacsError as error:
         return [Check("fail", "parallel", str(error))] if place.rank == 0 else []
     try:
-        checks = [*_equal(loaded, rank), *_shared_folder(loaded, rank), *_skew(rank), *_all_reduce(loaded, rank)]
+        checks = [
+            *_equal(loaded, rank),
+            *_shared_folder(loaded, rank),
+            *_skew(rank),
+            *_all_reduce(loaded, rank),
+        ]
     finally:
         groups.shutdown()
     return checks if rank.rank == 0 else []
@@ -100,7 +126,11 @@ def _equal(loaded: LoadedConfig, rank: Any) -> list[Check]:
     checks = []
     for key, value in values.items() if everywhere else ():
         different = [index for index, other in enumerate(everywhere) if other[key] != value]
-        text = f"differs on ranks {different[:8]} from rank 0" if different else f"equal on {len(everywhere)} ranks"
+        text = (
+            f"differs on ranks {different[:8]} from rank 0"
+            if different
+            else f"equal on {len(everywhere)} ranks"
+        )
         fix = _FIXES.get(key, "use one environment and one file system everywhere")
         checks.append(judged(key, not different, text, fix))
     return checks
@@ -116,7 +146,9 @@ def _gpu(rank: Any) -> str:
 
 
 def _model_digest(path: str) -> str:
-    """Digest of the small files, and of name, size, header and both ends of weight files; takes about a second."""
+    """Digest of the small files, and of name, size, header and both ends of weight files; takes
+    about a second.
+    """
     try:
         folder = local_model(path)
     except PacsError as error:
@@ -137,7 +169,9 @@ def _model_digest(path: str) -> str:
 
 
 def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
-    """Checks that run.dir is the same folder on every node: a file that rank 0 writes must appear on all ranks."""
+    """Checks that run.dir is the same folder on every node: a file that rank 0 writes must appear
+    on all ranks.
+    """
     from pacs_megatron.parallel.transfer import broadcast_json
 
     folder = existing_parent(Path(loaded.config.run.dir))
@@ -154,7 +188,11 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
         return []
     Path(probe).unlink()
     blind = [index for index, seen in enumerate(found) if not seen]
-    text = f"ranks {blind[:8]} do not see a file that rank 0 wrote" if blind else f"the same on {len(found)} ranks"
+    text = (
+        f"ranks {blind[:8]} do not see a file that rank 0 wrote"
+        if blind
+        else f"the same on {len(found)} ranks"
+    )
     fix = "choose a folder on a file system that all nodes share"
     return [judged("run.dir", not blind, f"{folder}: {text}", fix)]
 
@@ -162,7 +200,9 @@ def _shared_folder(loaded: LoadedConfig, rank: Any) -> list[Check]:
 def _appears(path: Path) -> bool:
     deadline = time.monotonic() + PROBE_S
     while time.monotonic() < deadline:
-        if path.name in os.listdir(path.parent):  # a listing refreshes a network file system's cache; `stat` may not
+        if path.name in os.listdir(
+            path.parent
+        ):  # a listing refreshes a network file system's cache; `stat` may not
             return True
         time.sleep(0.2)
     return False
@@ -189,7 +229,14 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
     tensor = torch.ones(ALL_REDUCE_BYTES // 4, device=rank.device)
     dist.all_reduce(tensor)
     if not bool((tensor == world).all()):
-        return [Check("fail", "network", "an all-reduce gives a wrong sum", "check NCCL_* settings and the fabric")]
+        return [
+            Check(
+                "fail",
+                "network",
+                "an all-reduce gives a wrong sum",
+                "check NCCL_* settings and the fabric",
+            )
+        ]
     seconds = []
     for _ in range(ALL_REDUCE_TRIES):
         start = _now(tensor)
@@ -197,7 +244,8 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
         seconds.append(_now(tensor) - start)
     slowest = max(_gather(min(seconds), rank) or [math.inf])
     rate = 2 * (world - 1) / world * ALL_REDUCE_BYTES / slowest / 1e9
-    expected, resources = 0.0, loaded.config.resources
+    expected = 0.0
+    resources = loaded.config.resources
     if tensor.is_cuda and resources.gpu is not None:
         within = constants.GPUS[resources.gpu].nvlink_gb_s
         expected = within if resources.nodes == 1 else constants.NETWORK_GB_S.value

@@ -1,7 +1,9 @@
-"""`preflight`: checks a run before it is queued; each result line is ok, warn or fail, with key and fix.
+"""`preflight`: checks a run before it is queued; each result line is ok, warn or fail, with key and
+fix.
 
-On a login node it checks the configuration, the files and the software. Inside a job (`srun pacs-megatron preflight`)
-all ranks take part, and it also checks equality and connections between nodes.
+On a login node it checks the configuration, the files and the software. Inside a job (`srun
+pacs-megatron preflight`) all ranks take part, and it also checks equality and connections between
+nodes.
 """
 
 import json
@@ -51,15 +53,22 @@ NUM_GOLD = 32
 
 
 def run_preflight(
-    path: Path, overrides: Sequence[str] = (), *, cluster: Path | None = None, start_servers: bool = True
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    cluster: Path | None = None,
+    start_servers: bool = True,
 ) -> list[Check]:
-    """Runs all checks in order and returns their results: a single one if the configuration does not load."""
+    """Runs all checks in order and returns their results: a single one if the configuration does
+    not load.
+    """
     try:
         loaded = load_config(path, overrides)
     except PacsError as error:
         return [Check("fail", "configuration", str(error))]
     checks = [Check("ok", "configuration", f"{path} loads")]
-    spec, model = None, loaded.config.model.path
+    spec = None
+    model = loaded.config.model.path
     with suppress(PacsError, OSError):  # `_model` reports the reason
         spec = find_spec(model)
     try:
@@ -73,15 +82,23 @@ def run_preflight(
         checks.append(attempt("model.path", partial(_read_model, model)))
         readable = checks[-1].level != "fail"
         if readable:
-            checks.append(attempt("model.path (tokenizer)", partial(_read_tokenizer, loaded.config.model)))
+            checks.append(
+                attempt("model.path (tokenizer)", partial(_read_tokenizer, loaded.config.model))
+            )
             checks += [*_data(loaded), *_reward(loaded)]
         else:
-            checks.append(Check("warn", "data, reward", "not checked: they need the model's tokenizer"))
+            checks.append(
+                Check("warn", "data, reward", "not checked: they need the model's tokenizer")
+            )
     checks += [*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)]
     checks += check_cluster(cluster) if cluster is not None else []
     checks += _resume(loaded)
     if plan is not None:
-        checks += [*check_free_space(loaded, plan), *check_memory(loaded, plan), *_signal(loaded, plan)]
+        checks += [
+            *check_free_space(loaded, plan),
+            *check_memory(loaded, plan),
+            *_signal(loaded, plan),
+        ]
     # Last, because it takes the longest; no server is started if another check failed.
     failed = any(check.level == "fail" for check in checks)
     checks += check_servers(loaded, None if failed else local_model(model), start=start_servers)
@@ -90,7 +107,9 @@ def run_preflight(
 
 @contextmanager
 def stdout_for_the_report() -> Iterator[None]:
-    """Redirects output of plug-ins and their processes to stderr: stdout is for the report, which may be JSON."""
+    """Redirects output of plug-ins and their processes to stderr: stdout is for the report, which
+    may be JSON.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -123,19 +142,27 @@ def render(checks: Sequence[Check], *, as_json: bool) -> str:
     """One line per check and the counts, or JSON."""
     if as_json:
         return json.dumps([asdict(check) for check in checks], indent=2)
-    counts = {level: sum(check.level == level for check in checks) for level in ("ok", "warn", "fail")}
+    counts = {
+        level: sum(check.level == level for check in checks) for level in ("ok", "warn", "fail")
+    }
     summary = ", ".join(f"{count} {level}" for level, count in counts.items())
     return "\n".join([*map(str, checks), summary])
 
 
-# ---------------------------------------------------------------------------------------------------------------- checks
+# ----------------------------------------------------------------------------------------------------------------
+# checks
 def _plan(plan: Plan | None) -> Iterator[Check]:
     if plan is None or plan.gpu is None:
         return
     share = plan.peak.total / (plan.gpu.memory_gib * GIB)
     text = f"{plan.peak.total / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} ({share:.0%}), planned"
     if not plan.fits:
-        yield Check("fail", "resources.gpu", f"does not fit: {text}", "`pacs-megatron plan` lists what to change")
+        yield Check(
+            "fail",
+            "resources.gpu",
+            f"does not fit: {text}",
+            "`pacs-megatron plan` lists what to change",
+        )
     else:
         yield judged("resources.gpu", share <= 0.95, text, otherwise="warn")
 
@@ -166,10 +193,13 @@ def _read_tokenizer(model: ModelOptions) -> str:
     stops = stop_token_ids(tokenizer, str(folder))
     rows = load_spec(folder).vocab_size
     # Some models' padding token has no row in the embedding; it is never looked up.
-    largest = max({id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id} | set(stops))
+    largest = max(
+        {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id} | set(stops)
+    )
     if largest >= rows:
         raise PacsError(
-            f"{folder}: the tokenizer or generation_config.json has token id {largest}, but config.json has "
+            f"{folder}: the tokenizer or generation_config.json has token id {largest}, but "
+            "config.json has "
             f"vocab_size={rows}; use the model's own tokenizer"
         )
     return f"chat template, stops at {', '.join(map(str, stops))}"
@@ -178,10 +208,19 @@ def _read_tokenizer(model: ModelOptions) -> str:
 def _data(loaded: LoadedConfig) -> Iterator[Check]:
     config = loaded.config
     sets = [("data.train", config.data.train)]
-    sets += [(f"evaluation.benchmarks.{index}", dataset) for index, dataset in enumerate(config.evaluation.benchmarks)]
+    sets += [
+        (f"evaluation.benchmarks.{index}", dataset)
+        for index, dataset in enumerate(config.evaluation.benchmarks)
+    ]
     for key, dataset in sets:
-        is_local = "://" not in dataset.path and (Path(dataset.path).suffix or os.path.exists(local_path(dataset.path)))
-        fix = "" if is_local else "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
+        is_local = "://" not in dataset.path and (
+            Path(dataset.path).suffix or os.path.exists(local_path(dataset.path))
+        )
+        fix = (
+            ""
+            if is_local
+            else "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
+        )
         yield attempt(f"{key}.path", partial(_read_set, loaded, key, dataset), fix)
 
 
@@ -192,9 +231,12 @@ def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
 
 
 def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
-    count, least = len(_prompts(loaded, dataset)), loaded.config.batch.prompts_per_step
+    count = len(_prompts(loaded, dataset))
+    least = loaded.config.batch.prompts_per_step
     if key == "data.train" and count < least:
-        raise PacsError(f"{dataset.path}: {count} prompts for batch.prompts_per_step={least}; lower it")
+        raise PacsError(
+            f"{dataset.path}: {count} prompts for batch.prompts_per_step={least}; lower it"
+        )
     return f"{dataset.path}: {count} prompts"
 
 
@@ -208,16 +250,23 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         nonlocal is_rare
         train = loaded.config.data.train
         prompts = _prompts(loaded, train.model_copy(update={"limit": NUM_GOLD}))
-        with quiet("pacs_megatron.rewards", logging.CRITICAL):  # the report has one line for all warnings
+        with quiet(
+            "pacs_megatron.rewards", logging.CRITICAL
+        ):  # the report has one line for all warnings
             unverified = check_gold(prompts, reward)
         num_verified = len(prompts) - len(unverified)
         is_verifier = reward.name in ("math", "arithmetic")
         bad = unverified if is_verifier and not num_verified else []
         bad = bad or [each for each in unverified if each.failed and not is_verifier]
         if bad:
-            fix = "data.train.preset or columns" if is_verifier else "it: such samples are not counted"
+            fix = (
+                "data.train.preset or columns"
+                if is_verifier
+                else "it: such samples are not counted"
+            )
             raise PacsError(
-                f"reward.name={reward.name} fails on {len(bad)} of {len(prompts)} gold answers, such as "
+                f"reward.name={reward.name} fails on {len(bad)} of {len(prompts)} gold answers, "
+                "such as "
                 f"{bad[0].answer!r} ({bad[0].reason}); correct {fix}"
             )
         if reward.name == "code":
@@ -230,7 +279,12 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         fix = "programs of the policy can read your files, use the network and end your processes; set reward.sandbox"
         check = Check("warn", check.key, check.message, fix)
     if is_rare:
-        check = Check("warn", check.key, check.message, "check with `pacs-megatron data preview` that this is intended")
+        check = Check(
+            "warn",
+            check.key,
+            check.message,
+            "check with `pacs-megatron data preview` that this is intended",
+        )
     yield check
 
 
@@ -239,13 +293,19 @@ def _resume(loaded: LoadedConfig) -> Iterator[Check]:
     if folder.exists():
         yield attempt("run.name", partial(_is_the_same_run, loaded, folder))
     if (folder / CHECKPOINTS_FOLDER).is_file():
-        yield Check("fail", "checkpoint", f"{folder / CHECKPOINTS_FOLDER} is a file", "move it away")
+        yield Check(
+            "fail", "checkpoint", f"{folder / CHECKPOINTS_FOLDER} is a file", "move it away"
+        )
     elif whole := whole_checkpoints(folder):
         position, newest = whole[-1]
         fix = f"move {newest} away to resume from the one before"
         yield attempt("checkpoint", partial(_read_checkpoint, newest, str(position)), fix)
     else:
-        yield Check("ok", "checkpoint", f"{folder} has no complete checkpoint: the run starts from the model")
+        yield Check(
+            "ok",
+            "checkpoint",
+            f"{folder} has no complete checkpoint: the run starts from the model",
+        )
 
 
 def _is_the_same_run(loaded: LoadedConfig, folder: Path) -> str:
@@ -259,15 +319,23 @@ def _read_checkpoint(folder: Path, position: str) -> str:
 
 
 def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
-    """Checks that the signal leaves time to finish an update and to save, by measured or else planned times."""
+    """Checks that the signal leaves time to finish an update and to save, by measured or else
+    planned times.
+    """
     lead = loaded.config.resources.signal_lead_s
     measured = _measured_seconds(run_folder(loaded) / METRICS_FILE, loaded.config.batch.num_updates)
     if measured is None and not plan.phases:
         return
-    need, source = (planned_ending_s(plan), "planned") if measured is None else (measured, "measured in this run")
+    need, source = (
+        (planned_ending_s(plan), "planned")
+        if measured is None
+        else (measured, "measured in this run")
+    )
     text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({source})"
     level: Level = "fail" if lead < need else "warn"
-    yield judged("resources.signal_lead_s", lead >= 1.5 * need, text, f"use at least {2 * need:.0f}", level)
+    yield judged(
+        "resources.signal_lead_s", lead >= 1.5 * need, text, f"use at least {2 * need:.0f}", level
+    )
 
 
 def planned_ending_s(plan: Plan) -> float:
@@ -282,7 +350,15 @@ def _measured_seconds(path: Path, num_updates: int) -> float | None:
     rows = read_rows(path, {})
 
     def longest(name: str) -> float:
-        return max((float(row[name]) for row in rows if isinstance(row.get(name), int | float)), default=0.0)
+        return max(
+            (float(row[name]) for row in rows if isinstance(row.get(name), int | float)),
+            default=0.0,
+        )
 
     # A signal may arrive right after the start of a step's last update.
-    return longest("time/update_s") / num_updates + longest("time/sync_s") + longest("time/checkpoint_s") or None
+    return (
+        longest("time/update_s") / num_updates
+        + longest("time/sync_s")
+        + longest("time/checkpoint_s")
+        or None
+    )

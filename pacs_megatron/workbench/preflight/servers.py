@@ -31,7 +31,8 @@ _FIRST_RESPONSE_S = 300.0
 
 
 def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) -> Iterator[Check]:
-    """Options and interpreter; with `start` also starts the first configured server, or sends a request to each url.
+    """Options and interpreter; with `start` also starts the first configured server, or sends a
+    request to each url.
 
     `model_dir` is the model's local folder; if it is None, no server is started.
     """
@@ -44,17 +45,26 @@ def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) 
     if any(check.level == "fail" for check in checks):
         return
     if not start:
-        yield Check("warn", key, "no server was tested (--skip-servers)", "run preflight without it once")
+        yield Check(
+            "warn", key, "no server was tested (--skip-servers)", "run preflight without it once"
+        )
     elif rollout.servers is None:
         for url in rollout.urls:
-            yield attempt(key, lambda url=url: _request(rollout, url), "start it, or correct the address")  # type: ignore[misc]
+            yield attempt(
+                key, lambda url=url: _request(rollout, url), "start it, or correct the address"
+            )  # type: ignore[misc]
     else:
         yield _start(loaded, rollout, rollout.servers, model_dir)
 
 
 def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
     if rollout.api_key_env is not None and not os.environ.get(rollout.api_key_env):
-        yield Check("fail", "rollout.api_key_env", f"{rollout.api_key_env} is not set", "export it, or remove the key")
+        yield Check(
+            "fail",
+            "rollout.api_key_env",
+            f"{rollout.api_key_env} is not set",
+            "export it, or remove the key",
+        )
     if rollout.servers is None:
         return
     longest = max_sequence_tokens(loaded.config)
@@ -67,12 +77,18 @@ def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
         yield Check("fail", "rollout.servers.context_length", message, f"use at least {longest}")
     version = _version(rollout.servers)
     yield version
-    if version.level != "fail" and rollout.sync.transport == "broadcast" and rollout.servers.device == "cuda":
+    if (
+        version.level != "fail"
+        and rollout.sync.transport == "broadcast"
+        and rollout.servers.device == "cuda"
+    ):
         yield check_nccl((sys.executable,), rollout.servers.python)
 
 
 def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
-    """Both sides of a broadcast need the same NCCL: it rejects a process group of different versions."""
+    """Both sides of a broadcast need the same NCCL: it rejects a process group of different
+    versions.
+    """
     key = "rollout.sync.transport"
     found = []
     for side, python in (("trainer", trainer), ("servers", servers)):
@@ -80,7 +96,9 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
         words = done.stdout.split()
         if done.returncode or len(words) != 2:
             reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            return Check("warn", key, f"NCCL of the {side} is unknown: {reason}", "compare both by hand")
+            return Check(
+                "warn", key, f"NCCL of the {side} is unknown: {reason}", "compare both by hand"
+            )
         found.append(words)
     (torch, nccl), (their_torch, their_nccl) = found
     text = f"NCCL {nccl} (torch {torch}) in the trainer, NCCL {their_nccl} (torch {their_torch}) in the servers"
@@ -90,7 +108,8 @@ def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
 
 
 def _version(servers: SglangServers) -> Check:
-    key, program = "rollout.servers.python", " ".join(servers.python)
+    key = "rollout.servers.python"
+    program = " ".join(servers.python)
     done = try_program([*servers.python, "-c", SGLANG_VERSION_CODE], timeout_s=_IMPORT_S)
     found = done.stdout.strip()
     if done.returncode == NO_PROGRAM:
@@ -109,21 +128,29 @@ def _request(rollout: SglangRollout, url: str) -> str:
     begin = time.monotonic()
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     api.query("/generate", lambda response: response["meta_info"], body, _FIRST_RESPONSE_S)
-    return f"{url} responds in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
+    return (
+        f"{url} responds in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
+    )
 
 
-def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers, model_dir: Path | None) -> Check:
+def _start(
+    loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers, model_dir: Path | None
+) -> Check:
     """Starts the first configured server, samples one token, ends the server."""
     key = "rollout.servers"
     if model_dir is None:
-        return Check("warn", key, "not started: the model cannot be read", "correct model.path first")
+        return Check(
+            "warn", key, "not started: the model cannot be read", "correct model.path first"
+        )
     if not list(model_dir.glob("*.safetensors")):
         return Check("warn", key, f"not started: {model_dir} has no Hugging Face weights")
     if servers.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            return Check("warn", key, "not started: no GPU here", "run preflight inside the job too")
+            return Check(
+                "warn", key, "not started: no GPU here", "run preflight inside the job too"
+            )
 
     def starts() -> str:
         model = loaded.config.model.model_copy(update={"path": str(model_dir)})
@@ -137,4 +164,6 @@ def _start(loaded: LoadedConfig, rollout: SglangRollout, servers: SglangServers,
             finally:
                 server.close()
 
-    return attempt(key, starts, "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s")
+    return attempt(
+        key, starts, "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
+    )

@@ -1,4 +1,6 @@
-"""The log-prob head inside a policy: gradients from the forward pass, and `precision.head: fp32` in bf16 policies."""
+"""The log-prob head inside a policy: gradients from the forward pass, and `precision.head: fp32` in
+bf16 policies.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,14 @@ from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
-from tests.distributed.test_checkpoint import load, save
-from tests.support.policies.policy_cases import make_part, make_policy, random_step, train, with_passes
+from tests.distributed.checkpoint.test_run_checkpoint import load, save
+from tests.support.policies.policy_cases import (
+    make_part,
+    make_policy,
+    random_step,
+    train,
+    with_passes,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_qwen3
 
@@ -48,8 +56,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for layout in LAYOUTS
     ],
 )
-def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(model: Path, name: str, layout: str) -> None:
-    """The same bits after three updates of a step, with several chunks of logits and groups together and apart."""
+def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(
+    model: Path, name: str, layout: str
+) -> None:
+    """The same bits after three updates of a step, with several chunks of logits and groups
+    together and apart.
+    """
     world, parallel = LAYOUTS[layout]
 
     def on_rank(_rank: int, world: int) -> Any:
@@ -63,7 +75,9 @@ def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(model: Pat
         for in_forward in (True, False):
             calls: list[bool] = []
 
-            def gradient(self: Any, batch: Any, on: bool = in_forward, calls: list[bool] = calls) -> Any:
+            def gradient(
+                self: Any, batch: Any, on: bool = in_forward, calls: list[bool] = calls
+            ) -> Any:
                 known = original(self, batch)
                 calls.append(known is not None)
                 return known if on else None
@@ -72,9 +86,15 @@ def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(model: Pat
             policy.load_weights(lambda key: start[key])
             policy.take_reference(reset_optimizer=True)
             objective = build_objective(OBJECTIVES[name], updates_per_step=3)
-            parts = [make_part(*step, policy, 52, index=i, keep_groups=True) for i, step in enumerate(STEPS)]
+            parts = [
+                make_part(*step, policy, 52, index=i, keep_groups=True)
+                for i, step in enumerate(STEPS)
+            ]
             parts = [with_passes(policy, objective, part) for part in parts]
-            norms = [policy.update(part, objective, objective.prepare_step(part.facts)).grad_norm for part in parts]
+            norms = [
+                policy.update(part, objective, objective.prepare_step(part.facts)).grad_norm
+                for part in parts
+            ]
             weights = {key: tensor.clone().numpy() for key, tensor in policy.export_weights()}
             found.append((norms, weights, calls))
         return found
@@ -108,7 +128,9 @@ def _full(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def _head_of(policy: Any, tp: int) -> dict[str, float]:
-    """Relative errors of log-probs and gradients of one micro-batch against float64 from the final norm's input."""
+    """Relative errors of log-probs and gradients of one micro-batch against float64 from the final
+    norm's input.
+    """
     from pacs_megatron.policy.microbatch import SampleStatistics, UpdateLoss
 
     capture = _Capture(policy)
@@ -136,7 +158,8 @@ def _head_of(policy: Any, tp: int) -> dict[str, float]:
     if not last.post_process:
         return {}
     (batch,) = policy._batches(part)
-    weight, norm = last.output_layer.weight, last.decoder.final_layernorm.weight
+    weight = last.output_layer.weight
+    norm = last.decoder.final_layernorm.weight
     x = capture.inputs[0].detach().double().requires_grad_(True)
     w = (_full(weight.detach(), tp) if tp > 1 else weight.detach()).double().requires_grad_(True)
     g = norm.detach().double().requires_grad_(True)
@@ -147,13 +170,21 @@ def _head_of(policy: Any, tp: int) -> dict[str, float]:
     weights = prepared.per_sample["token_weight"][batch.sample_of_token].double()
     (-(weights * expected).sum()).backward()
     own = slice(
-        *(weight.shape[0] * r for r in (dist.get_rank() if tp > 1 else 0, (dist.get_rank() if tp > 1 else 0) + 1))
+        *(
+            weight.shape[0] * r
+            for r in (dist.get_rank() if tp > 1 else 0, (dist.get_rank() if tp > 1 else 0) + 1)
+        )
     )
 
     def error(value: torch.Tensor, reference: torch.Tensor) -> float:
         return float((value.double() - reference).norm() / reference.norm())
 
-    assert w.grad is not None and x.grad is not None and g.grad is not None and capture.inputs[0].grad is not None
+    assert (
+        w.grad is not None
+        and x.grad is not None
+        and g.grad is not None
+        and capture.inputs[0].grad is not None
+    )
     return {
         "logprobs": float((found[0].double() - expected).abs().max()),
         "weight": error(weight.main_grad, w.grad[own]),
@@ -168,12 +199,15 @@ def test_fp32_head_of_a_bf16_policy_equals_float64(model: Path, layout: str) -> 
 
     def errors(precision: Any) -> dict[str, float]:
         def on_rank(_rank: int, world: int) -> Any:
-            policy = make_policy(model, world, dtype="bf16", head=precision, tokens_per_microbatch=4096, **parallel)
+            policy = make_policy(
+                model, world, dtype="bf16", head=precision, tokens_per_microbatch=4096, **parallel
+            )
             return _head_of(policy, parallel.get("tp", 1))
 
         return run_ranks(on_rank, world)[-1]
 
-    fp32, bf16 = errors("fp32"), errors("bf16")
+    fp32 = errors("fp32")
+    bf16 = errors("bf16")
     assert fp32["logprobs"] < 2e-6 < 1e-3 < bf16["logprobs"]
     # Gradients end in bf16 (2**-9); the bf16 head loses more on the way.
     for name in ("weight", "norm", "hidden"):
@@ -182,7 +216,9 @@ def test_fp32_head_of_a_bf16_policy_equals_float64(model: Path, layout: str) -> 
 
 
 def test_resume_with_another_head(model: Path, tmp_path: Path) -> None:
-    """A checkpoint has no trace of the option: weights and moments load, and the log-probs are the new head's."""
+    """A checkpoint has no trace of the option: weights and moments load, and the log-probs are the
+    new head's.
+    """
     objective = build_objective(OBJECTIVES["pacs"], updates_per_step=1)
 
     def last(policy: Any) -> Any:
@@ -211,5 +247,9 @@ def test_resume_with_another_head(model: Path, tmp_path: Path) -> None:
         for key, weight in weights.items():
             np.testing.assert_array_equal(found[key], weight, err_msg=key)
         difference = max(float(np.abs(logprobs[row] - new[row]).max()) for row in logprobs)
-        assert difference == 0 and new_norm == norm if precision == "bf16" else 1e-4 < difference < 0.05
+        assert (
+            difference == 0 and new_norm == norm
+            if precision == "bf16"
+            else 1e-4 < difference < 0.05
+        )
         assert abs(new_norm / norm - 1) < 0.02

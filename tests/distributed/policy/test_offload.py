@@ -1,4 +1,6 @@
-"""`policy.offload`: the same bits with and without, and an export or a checkpoint while the state is in host memory."""
+"""`policy.offload`: the same bits with and without, and an export or a checkpoint while the state
+is in host memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.distributed.test_checkpoint import load, save
+from tests.distributed.checkpoint.test_run_checkpoint import load, save
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
@@ -42,13 +44,24 @@ def device_bytes(policy: Any) -> dict[str, int]:
     weights = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     mine = {parameter.untyped_storage()._cdata for parameter in weights}
     shown = [data for _, data in policy.offload._shown] or [
-        tensor for tensor in policy.optimizer.tensors() if tensor.untyped_storage()._cdata not in mine
+        tensor
+        for tensor in policy.optimizer.tensors()
+        if tensor.untyped_storage()._cdata not in mine
     ]
-    groups = {"weights": weights, "gradients": [parameter.main_grad for parameter in weights], "optimizer": shown}
-    return {name: sum(tensor.untyped_storage().nbytes() for tensor in found) for name, found in groups.items()}
+    groups = {
+        "weights": weights,
+        "gradients": [parameter.main_grad for parameter in weights],
+        "optimizer": shown,
+    }
+    return {
+        name: sum(tensor.untyped_storage().nbytes() for tensor in found)
+        for name, found in groups.items()
+    }
 
 
-def trained(model: Path, folder: Path, offload: str, options: dict[str, Any]) -> Callable[[int, int], dict[str, Any]]:
+def trained(
+    model: Path, folder: Path, offload: str, options: dict[str, Any]
+) -> Callable[[int, int], dict[str, Any]]:
     def on_rank(_rank: int, world: int) -> dict[str, Any]:
         policy = make_policy(model, world, offload=offload, **options)  # type: ignore[arg-type]
         policy.take_reference(reset_optimizer=False)
@@ -56,7 +69,9 @@ def trained(model: Path, folder: Path, offload: str, options: dict[str, Any]) ->
         found: dict[str, Any] = {"norms": [], "exports": []}
 
         def export() -> None:
-            found["exports"].append({name: tensor.clone() for name, tensor in policy.export_weights()})
+            found["exports"].append(
+                {name: tensor.clone() for name, tensor in policy.export_weights()}
+            )
 
         for number, step in enumerate(STEPS):
             policy.offload.to_host()
@@ -73,7 +88,9 @@ def trained(model: Path, folder: Path, offload: str, options: dict[str, Any]) ->
     return on_rank
 
 
-def resumed(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int, int], dict[str, torch.Tensor]]:
+def resumed(
+    model: Path, folder: Path, options: dict[str, Any]
+) -> Callable[[int, int], dict[str, torch.Tensor]]:
     def on_rank(_rank: int, world: int) -> dict[str, torch.Tensor]:
         policy = make_policy(model, world, **options)
         load(policy, folder)
@@ -86,9 +103,12 @@ def resumed(model: Path, folder: Path, options: dict[str, Any]) -> Callable[[int
 @pytest.mark.parametrize("layout", in_test(LAYOUTS, "fp32-dp2-distributed"))
 def test_same_bits_and_a_checkpoint_from_host_memory(tmp_path: Path, layout: str) -> None:
     world, options = LAYOUTS[layout]
-    model = make_family(tmp_path / "model", "qwen3_moe" if "moe" in layout else "qwen3", dtype="bfloat16")
+    model = make_family(
+        tmp_path / "model", "qwen3_moe" if "moe" in layout else "qwen3", dtype="bfloat16"
+    )
     runs = {
-        kind: run_ranks(trained(model, tmp_path / kind, kind, options), world) for kind in ("none", "optimizer", "all")
+        kind: run_ranks(trained(model, tmp_path / kind, kind, options), world)
+        for kind in ("none", "optimizer", "all")
     }
     for kind, ranks in runs.items():
         for mine, expected in zip(ranks, runs["none"], strict=True):
@@ -102,4 +122,7 @@ def test_same_bits_and_a_checkpoint_from_host_memory(tmp_path: Path, layout: str
     for kind in ("optimizer", "all"):
         assert run_checkpoint.latest_checkpoint(tmp_path / kind) is not None
         final = run_ranks(resumed(model, tmp_path / kind, options), world)[0]
-        assert all(torch.equal(tensor, final[name]) for name, tensor in runs["none"][0]["exports"][-1].items())
+        assert all(
+            torch.equal(tensor, final[name])
+            for name, tensor in runs["none"][0]["exports"][-1].items()
+        )

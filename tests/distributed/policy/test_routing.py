@@ -1,4 +1,6 @@
-"""Routing of experts: recorded as transformers chooses, and replayed in every layout, packing and recomputation."""
+"""Routing of experts: recorded as transformers chooses, and replayed in every layout, packing and
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2ep2": (2, {"cp": 2, "ep": 2}),
     "pp2ep2-distopt": (4, {"pp": 2, "ep": 2, "distributed_optimizer": True}),
 }
-LAYERS, EXPERTS, TOP_K = 4, 4, 2
+LAYERS = 4
+EXPERTS = 4
+TOP_K = 2
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = {"vocab_size": 272, "num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    shape = {
+        "vocab_size": 272,
+        "num_hidden_layers": LAYERS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+    }
     return make_family(tmp_path_factory.mktemp("moe"), "qwen3_moe", **shape)
 
 
@@ -56,15 +65,20 @@ def other_routes() -> dict[int, np.ndarray]:
     """Random experts of every token: most differ from the model's own choice."""
     rng = np.random.default_rng(5)
     return {
-        row: rng.permuted(np.tile(np.arange(EXPERTS), (length - 1, LAYERS, 1)), axis=2)[:, :, :TOP_K].astype(np.int16)
+        row: rng.permuted(np.tile(np.arange(EXPERTS), (length - 1, LAYERS, 1)), axis=2)[
+            :, :, :TOP_K
+        ].astype(np.int16)
         for row, length in enumerate(FACTS.lens)
     }
 
 
 def reference(folder: Path, routes: dict[int, np.ndarray] | None) -> Any:
-    """(routes of each row, log-probs, gradient norm, weights after one update at lr) in float64, one sample a forward."""
+    """(routes of each row, log-probs, gradient norm, weights after one update at lr) in float64,
+    one sample a forward.
+    """
     model = Model(folder, 1.0)
-    chosen, logps = {}, []
+    chosen = {}
+    logps = []
     for row in range(FACTS.num_samples):
         ids = TOKENS.token_ids[TOKENS.offsets[row] : TOKENS.offsets[row + 1]]
         given: list[Any] = [None] * LAYERS
@@ -85,12 +99,16 @@ def reference(folder: Path, routes: dict[int, np.ndarray] | None) -> Any:
 
 @pytest.mark.full
 def test_the_update_replays_the_experts_of_its_score_pass(folder: Path) -> None:
-    """Without a `step_start` pass: the micro-batches of split groups replay, those of whole groups choose."""
+    """Without a `step_start` pass: the micro-batches of split groups replay, those of whole groups
+    choose.
+    """
 
     def body(_rank: int, world_size: int) -> Any:
         policy = make_policy(folder, world_size, tokens_per_microbatch=52, **FULL)
         policy.take_reference(reset_optimizer=False)
-        objective = build_objective(PacsOptions(name="pacs", reference="frozen"), updates_per_step=2)
+        objective = build_objective(
+            PacsOptions(name="pacs", reference="frozen"), updates_per_step=2
+        )
         minibatch = make_part(FACTS, TOKENS, policy, 52, index=1, keep_groups=True)
         frozen = policy.logprobs(minibatch, "reference")
         replayed: list[int] = []
@@ -103,7 +121,12 @@ def test_the_update_replays_the_experts_of_its_score_pass(folder: Path) -> None:
         Routing._at = counted  # type: ignore[method-assign]  # this process ends with the test
         report = policy.update(replace(minibatch, reference_logprobs=frozen), objective, None)
         split = np.flatnonzero(~minibatch.plan.together)
-        return sorted(replayed), split.tolist(), report.metrics["pacs/score_drift_max"], FACTS.num_samples
+        return (
+            sorted(replayed),
+            split.tolist(),
+            report.metrics["pacs/score_drift_max"],
+            FACTS.num_samples,
+        )
 
     replayed, split, drift, samples = run_ranks(body, 1)[0]
     assert replayed == split and 0 < len(split) < samples and drift == 0.0
@@ -126,7 +149,9 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
         own = policy.logprobs(minibatch, "step_start")
         step = OpenStep(updates=1, logprobs=[{"step_start": own, "routes": policy.routes}])
         record = step.to_record(policy.rank, {})
-        report = policy.update(replace(minibatch, step_start_logprobs=starts, routes=routes), objective, None)
+        report = policy.update(
+            replace(minibatch, step_start_logprobs=starts, routes=routes), objective, None
+        )
         exported = {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()}
         restored = None if record is None else OpenStep.from_record(record, {}).logprobs
         return own, report, exported, restored
@@ -137,21 +162,28 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
             np.testing.assert_allclose(found, own_logps[row], atol=2e-5)
         assert report.grad_norm == pytest.approx(norm, rel=1e-4)
         for name, value in exported.items():
-            np.testing.assert_allclose(value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name)
+            np.testing.assert_allclose(
+                value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name
+            )
         if restored is not None:  # the checkpoint of a step in progress has every rank's part
             assert sorted(restored[0]["routes"]) == list(range(FACTS.num_samples))
             for row, found in restored[0]["routes"].items():
                 own_sets = np.sort(own_routes[row], axis=-1)
-                np.testing.assert_array_equal(np.sort(found.reshape(own_sets.shape), axis=-1), own_sets)
+                np.testing.assert_array_equal(
+                    np.sort(found.reshape(own_sets.shape), axis=-1), own_sets
+                )
 
 
 @pytest.mark.parametrize("case", in_test(CASES, "tp2ep2"))
 def test_training_follows_the_experts_of_the_sampler(folder: Path, case: str) -> None:
-    """Recorded with the samples, cut with the tokens: the `step_start` pass and the update use them, and a wrong one shows."""
+    """Recorded with the samples, cut with the tokens: the `step_start` pass and the update use
+    them, and a wrong one shows.
+    """
     world, parallel = CASES[case]
     routes = other_routes()
     _, logps, norm, weights = reference(folder, routes)
-    wrong_row, token = 2, int(FACTS.prompt_lens[2])
+    wrong_row = 2
+    token = int(FACTS.prompt_lens[2])
     wrong = {row: found.copy() for row, found in routes.items()}
     wrong[wrong_row][token] = (wrong[wrong_row][token] + 1) % EXPERTS
     starts = {row: (0.99 * logp).astype(np.float32) for row, logp in enumerate(logps)}
@@ -162,24 +194,38 @@ def test_training_follows_the_experts_of_the_sampler(folder: Path, case: str) ->
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
         found = []
         for planted in (routes, wrong):
-            tokens = replace(TOKENS, routes=np.concatenate([planted[row] for row in range(FACTS.num_samples)]))
+            tokens = replace(
+                TOKENS, routes=np.concatenate([planted[row] for row in range(FACTS.num_samples)])
+            )
             own = tokens if policy.rank.rank == 0 else None
             [minibatch] = cut_step(FACTS, own, policy.rank, options, objective)
             found.append(policy.logprobs(minibatch, "step_start"))
             assert policy.routes is minibatch.routes
         [minibatch] = cut_step(
-            FACTS, replace(tokens, routes=other) if own is not None else None, policy.rank, options, objective
+            FACTS,
+            replace(tokens, routes=other) if own is not None else None,
+            policy.rank,
+            options,
+            objective,
         )
         minibatch = with_logprobs(replace(minibatch, index=1), {"step_start": starts, "routes": {}})
         report = policy.update(minibatch, objective, None)
-        return *found, report, {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()}
+        return (
+            *found,
+            report,
+            {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()},
+        )
 
     other = np.concatenate([routes[row] for row in range(FACTS.num_samples)])
     for right, changed, report, exported in run_ranks(body, world, timeout=120):
         for row, found in right.items():
             np.testing.assert_allclose(found, logps[row], atol=2e-5)
             is_other = np.abs(changed[row] - found) > 1e-4
-            assert is_other.any() if row == wrong_row else not is_other.any(), "a wrong expert of one token"
+            assert is_other.any() if row == wrong_row else not is_other.any(), (
+                "a wrong expert of one token"
+            )
         assert report.grad_norm == pytest.approx(norm, rel=1e-4)
         for name, value in exported.items():
-            np.testing.assert_allclose(value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name)
+            np.testing.assert_allclose(
+                value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name
+            )

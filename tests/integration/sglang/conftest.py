@@ -53,8 +53,15 @@ class Lab:
         self.sync: ServerSync
 
     def options(self, *urls: str, **changes: Any) -> SglangRollout:
-        sync = {"transport": "broadcast", "verify": "full", "timeout_s": 30.0} | changes.pop("sync", {})
-        quick = {"probe_interval_s": 0.2, "probe_timeout_s": 3.0, "dead_after_s": 6.0, "all_down_after_s": 60.0}
+        sync = {"transport": "broadcast", "verify": "full", "timeout_s": 30.0} | changes.pop(
+            "sync", {}
+        )
+        quick = {
+            "probe_interval_s": 0.2,
+            "probe_timeout_s": 3.0,
+            "dead_after_s": 6.0,
+            "all_down_after_s": 60.0,
+        }
         return SglangRollout(
             engine="sglang",
             urls=urls or (self.url,),
@@ -70,7 +77,9 @@ class Lab:
         self.sync = server_sync(options, load_spec(self.folders[0]), self.tmp / "weights")
         self.sync.set_targets(sglang.server_apis(options, options.urls))
         try:
-            with sglang.open_engine(options, ModelOptions(path=str(self.folders[0])), self.tmp) as self.engine:
+            with sglang.open_engine(
+                options, ModelOptions(path=str(self.folders[0])), self.tmp
+            ) as self.engine:
                 if weights is not None:
                     self.push(weights)
                 yield self
@@ -81,7 +90,9 @@ class Lab:
     def attached(self, *urls: str, **changes: Any) -> Iterator[SglangEngine]:
         """Another engine over servers that hold what was pushed last; within `opened`."""
         options = self.options(*urls, **changes)
-        with sglang.open_engine(options, ModelOptions(path=str(self.folders[0])), self.tmp) as engine:
+        with sglang.open_engine(
+            options, ModelOptions(path=str(self.folders[0])), self.tmp
+        ) as engine:
             engine.set_current(self.version, self.sync.report.digest)
             yield engine
 
@@ -102,12 +113,18 @@ class Lab:
 
         key = (weights, rounded)
         if key not in self._models:
-            model = Qwen3ForCausalLM.from_pretrained(self.folders[weights], dtype=torch.float32).eval()
+            model = Qwen3ForCausalLM.from_pretrained(
+                self.folders[weights], dtype=torch.float32
+            ).eval()
             self._models[key] = model.to(torch.bfloat16).to(torch.float32) if rounded else model
         return self._models[key]
 
-    def logprobs(self, weights: int, token_ids: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
-        """float32 [tokens - 1, vocab]: log-probs of every next token by Hugging Face, weights rounded to bf16."""
+    def logprobs(
+        self, weights: int, token_ids: np.ndarray, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """float32 [tokens - 1, vocab]: log-probs of every next token by Hugging Face, weights
+        rounded to bf16.
+        """
         model = self.model(weights, rounded=True)
         with torch.no_grad():
             logits = model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0, :-1]
@@ -143,7 +160,9 @@ def lab_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    running = os.environ.get("PACS_SGLANG_URL")  # while developing: a server of `make_tiny_qwen3`'s shape
+    running = os.environ.get(
+        "PACS_SGLANG_URL"
+    )  # while developing: a server of `make_tiny_qwen3`'s shape
     if running is not None:
         yield Lab(running, lab_folders, tmp_path_factory.mktemp("sglang-server"))
         return
@@ -151,7 +170,8 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     tmp = tmp_path_factory.mktemp("sglang-server")
     options = own_options()
     assert options.servers is not None
-    # From a folder that went through both conversions: SGLang has to load what they write as it stands.
+    # From a folder that went through both conversions: SGLang has to load what they write as it
+    # stands.
     hf_to_megatron(str(lab_folders[0]), Options(out=tmp / "megatron"))
     back = Options(out=tmp / "converted")
     megatron_to_hf(tmp / "megatron", back, step=None, max_shard_bytes=200_000)
@@ -167,14 +187,20 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
 
 def _greedy(url: str, prompt: list[int]) -> list[int]:
     sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    answer = requests.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=600)
+    answer = requests.post(
+        f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=600
+    )
     tokens: list[int] = answer.json()["output_ids"]
     return tokens
 
 
 def own_options(**changes: Any) -> SglangRollout:
     """Own servers on CPU."""
-    servers = {"python": (str(SGLANG_PYTHON),), "device": "cpu", "max_total_tokens": 16384} | changes.pop("servers", {})
+    servers = {
+        "python": (str(SGLANG_PYTHON),),
+        "device": "cpu",
+        "max_total_tokens": 16384,
+    } | changes.pop("servers", {})
     return SglangRollout(
         engine="sglang",
         sampling=SamplingOptions(max_response_tokens=32),
@@ -192,7 +218,11 @@ def server_pids(port: str) -> list[int]:
                 words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if "sglang.launch_server" in words and port in words and "sglang/guard.py" not in " ".join(words):
+            if (
+                "sglang.launch_server" in words
+                and port in words
+                and "sglang/guard.py" not in " ".join(words)
+            ):
                 return sglang_guard.members(os.getpgid(int(entry)))
     raise AssertionError(f"no server on port {port}")
 

@@ -1,4 +1,6 @@
-"""Training over two real servers that fail in every way we know: it goes on, loses nothing and samples nothing stale."""
+"""Training over two real servers that fail in every way we know: it goes on, loses nothing and
+samples nothing stale.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.campaign
 def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
-    """kill -9; its requests restart on the other server; it is restarted, gets the weights with the next sync, and works."""
+    """kill -9; its requests restart on the other server; it is restarted, gets the weights with the
+    next sync, and works.
+    """
     require_sglang()
-    servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
+    servers = {
+        "python": [str(SGLANG_PYTHON)],
+        "device": "cpu",
+        "max_total_tokens": 16384,
+        "count": 2,
+    }
     rollout = {"engine": "sglang", "servers": servers, "sync": SYNC}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=100, delay_s=0.05)
@@ -67,12 +76,25 @@ def test_a_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("pause", ["abort", "retract"])
-def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path: Path, pause: str) -> None:
-    """kill -9 with requests of two steps in flight: no sample is lost or repeated, none exceeds max_staleness, and the
-    restarted server is used again."""
+def test_a_server_is_killed_while_steps_are_sampled_ahead(
+    model: Path, tmp_path: Path, pause: str
+) -> None:
+    """kill -9 with requests of two steps in flight: no sample is lost or repeated, none exceeds
+    max_staleness, and the restarted server is used again.
+    """
     require_sglang()
-    servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "count": 2}
-    rollout = {"engine": "sglang", "servers": servers, "sync": SYNC | {"pause": pause}, "max_staleness": 1}
+    servers = {
+        "python": [str(SGLANG_PYTHON)],
+        "device": "cpu",
+        "max_total_tokens": 16384,
+        "count": 2,
+    }
+    rollout = {
+        "engine": "sglang",
+        "servers": servers,
+        "sync": SYNC | {"pause": pause},
+        "max_staleness": 1,
+    }
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=200, delay_s=0.05)
     run.start()
@@ -87,7 +109,9 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
     assert code == ExitCode.PREEMPTED, err
     run.steps = run.last_step()
     rows = read_metrics(run.run_dir)
-    assert {row["staleness/max"] for row in rows} <= {0.0, 1.0} and any(row["staleness/mean"] for row in rows)
+    assert {row["staleness/max"] for row in rows} <= {0.0, 1.0} and any(
+        row["staleness/mean"] for row in rows
+    )
     assert all(row["admission/dropped_stale_groups"] == 0 for row in rows)
     trained = run.assert_whole(max_staleness=1)
     newest = sorted((run.run_dir / "checkpoints").iterdir())[-1]
@@ -97,7 +121,10 @@ def test_a_server_is_killed_while_steps_are_sampled_ahead(model: Path, tmp_path:
 
 
 def kill_server1(run: FleetRun) -> list[int]:
-    """kill -9 while it generates. Returns its processes after they have ended and the run has noticed."""
+    """kill -9 while it generates.
+
+    Returns its processes after they have ended and the run has noticed.
+    """
     record = json.loads((run.run_dir / "servers" / "server1.pid").read_text())
     pids = sglang_guard.members(record["server"])
     [url] = re.findall(r"starting rollout server server1 at (http://\S+),", run.driver_log())
@@ -105,15 +132,26 @@ def kill_server1(run: FleetRun) -> list[int]:
     os.kill(record["server"], signal.SIGKILL)
     run.until(lambda: "exited with 137" in run.driver_log(), "notice of its end")
     assert re.search(f"{MOVED}|Server disconnected|Connection reset", run.driver_log())
-    run.until(lambda: not any(start_ticks(pid) for pid in pids), "end of the killed server's children")
+    run.until(
+        lambda: not any(start_ticks(pid) for pid in pids), "end of the killed server's children"
+    )
     return [*pids, record["server"]]
 
 
 @pytest.mark.campaign
-def test_the_only_server_of_the_run_is_killed_while_it_generates(model: Path, tmp_path: Path) -> None:
-    """kill -9: it is restarted, the trainer sends the weights of the step again, and the step's samples arrive."""
+def test_the_only_server_of_the_run_is_killed_while_it_generates(
+    model: Path, tmp_path: Path
+) -> None:
+    """kill -9: it is restarted, the trainer sends the weights of the step again, and the step's
+    samples arrive.
+    """
     require_sglang()
-    servers = {"python": [str(SGLANG_PYTHON)], "device": "cpu", "max_total_tokens": 16384, "start_timeout_s": START_S}
+    servers = {
+        "python": [str(SGLANG_PYTHON)],
+        "device": "cpu",
+        "max_total_tokens": 16384,
+        "start_timeout_s": START_S,
+    }
     rollout = {"engine": "sglang", "servers": servers, "sync": SYNC, "all_down_after_s": START_S}
     long = {"sampling": {"max_response_tokens": 200, "stop": ["a", "b"]}}
     run = FleetRun(tmp_path, model, rollout | long, steps=4)
@@ -152,7 +190,9 @@ def attached(folder: Path, model: Path, *urls: str, steps: int = 6, **changes: A
 
 def nan(body: bytes) -> bytes:
     answer = json.loads(body)
-    answer["meta_info"]["output_token_logprobs"][0][0] = None  # what the real server's JSON makes of NaN
+    answer["meta_info"]["output_token_logprobs"][0][0] = (
+        None  # what the real server's JSON makes of NaN
+    )
     return json.dumps(answer).encode()
 
 
@@ -166,7 +206,14 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["slow", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("http_500", "truncated", "nan"))]
+    "name",
+    [
+        "slow",
+        *(
+            pytest.param(name, marks=pytest.mark.campaign)
+            for name in ("http_500", "truncated", "nan")
+        ),
+    ],
 )
 def test_one_of_two_servers_responds_wrongly_or_slowly(
     pair: list[ManagedServer], model: Path, tmp_path: Path, name: str
@@ -178,7 +225,8 @@ def test_one_of_two_servers_responds_wrongly_or_slowly(
         FAULTS[name](proxy)
         run.until_step(3)
         during = proxy.spoiled
-        proxy.spoil, proxy.delay_s = None, 0.0
+        proxy.spoil = None
+        proxy.delay_s = 0.0
         run.until_step(4)
         before = proxy.counts["/generate"]
         code, err = run.finish()
@@ -189,7 +237,9 @@ def test_one_of_two_servers_responds_wrongly_or_slowly(
 
 
 @pytest.mark.campaign
-def test_connections_are_rejected_for_20_s(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
+def test_connections_are_rejected_for_20_s(
+    pair: list[ManagedServer], model: Path, tmp_path: Path
+) -> None:
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url, steps=8)
         run.start()
@@ -209,7 +259,9 @@ def test_connections_are_rejected_for_20_s(pair: list[ManagedServer], model: Pat
 
 
 @pytest.mark.campaign
-def test_a_server_is_stopped_and_continued(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
+def test_a_server_is_stopped_and_continued(
+    pair: list[ManagedServer], model: Path, tmp_path: Path
+) -> None:
     """SIGSTOP to all its processes while it generates, SIGCONT three steps later."""
     with FaultProxy(pair[1].url) as proxy:  # only to count
         run = attached(tmp_path, model, pair[0].url, proxy.url, steps=8)
@@ -234,8 +286,9 @@ def test_a_server_is_stopped_and_continued(pair: list[ManagedServer], model: Pat
 
 
 def test_a_sync_that_dies_half_way(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
-    """One server's connection breaks at the third bucket: the other server samples the next step alone, and the next sync
-    repairs it."""
+    """One server's connection breaks at the third bucket: the other server samples the next step
+    alone, and the next sync repairs it.
+    """
     with FaultProxy(pair[1].url) as proxy:
         run = attached(tmp_path, model, pair[0].url, proxy.url)
         run.start()
@@ -259,8 +312,12 @@ def test_a_sync_that_dies_half_way(pair: list[ManagedServer], model: Path, tmp_p
         assert proxy.counts["/generate"] > broken[0][0]
 
 
-def test_the_trainer_is_killed_in_the_middle_of_a_sync(pair: list[ManagedServer], model: Path, tmp_path: Path) -> None:
-    """kill -9 while both servers hold half of the new weights; the same command goes on, and nothing stale is sampled."""
+def test_the_trainer_is_killed_in_the_middle_of_a_sync(
+    pair: list[ManagedServer], model: Path, tmp_path: Path
+) -> None:
+    """kill -9 while both servers hold half of the new weights; the same command goes on, and
+    nothing stale is sampled.
+    """
     with ExitStack() as stack:
         proxies = [stack.enter_context(FaultProxy(server.url)) for server in pair]
         run = attached(tmp_path, model, *(proxy.url for proxy in proxies))
@@ -270,7 +327,8 @@ def test_the_trainer_is_killed_in_the_middle_of_a_sync(pair: list[ManagedServer]
         for proxy, start in zip(proxies, starts, strict=True):
             proxy.sync_fault = lambda number, start=start: "hang" if number == start + 3 else None  # type: ignore[misc]
         run.until(
-            lambda: all(p.weight_calls == s + 3 for p, s in zip(proxies, starts, strict=True)), "half a weight update"
+            lambda: all(p.weight_calls == s + 3 for p, s in zip(proxies, starts, strict=True)),
+            "half a weight update",
         )
         run.kill()
         for server in pair:

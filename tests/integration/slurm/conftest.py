@@ -40,7 +40,9 @@ def repo() -> Path:
 def nemo_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_nemo_run()
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "nemo"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its tunnel reads it, which pytest's own rejects
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO()
+    )  # its tunnel reads it, which pytest's own rejects
 
 
 def job_environment(repo: Path) -> dict[str, str]:
@@ -62,12 +64,19 @@ def run_command(slurm: Slurm, folder: Path, *words: str) -> subprocess.Completed
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def submit_by_nemo_run(slurm: Slurm, config: Path, *arguments: str, site: str = "") -> dict[str, str]:
-    """`pacs-megatron submit`; the ids of its jobs by name. `site` is more text of the cluster's file."""
+def submit_by_nemo_run(
+    slurm: Slurm, config: Path, *arguments: str, site: str = ""
+) -> dict[str, str]:
+    """`pacs-megatron submit`; the ids of its jobs by name.
+
+    `site` is more text of the cluster's file.
+    """
     cluster = config.parent / "cluster.yaml"
     text = (ROOT / "configs" / "clusters" / "local.yaml").read_text()
     cluster.write_text(f"{text}partition: debug\naccount: none\npython: [{sys.executable}]\n{site}")
-    done = run_command(slurm, config.parent, "submit", str(config), *arguments, "--cluster", str(cluster))
+    done = run_command(
+        slurm, config.parent, "submit", str(config), *arguments, "--cluster", str(cluster)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = [line for line in done.stdout.splitlines() if ": submitted " in line]
     return dict(re.findall(r"(\w+)=(\d+)", line))
@@ -75,7 +84,9 @@ def submit_by_nemo_run(slurm: Slurm, config: Path, *arguments: str, site: str = 
 
 def read_attempts(run_dir: Path) -> list[dict[str, float]]:
     """Rows of attempts.jsonl."""
-    return [json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run_dir / "logs" / "attempts.jsonl").read_text().splitlines()
+    ]
 
 
 def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 600) -> None:

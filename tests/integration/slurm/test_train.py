@@ -1,4 +1,6 @@
-"""`sbatch slurm/train.sbatch` on a real Slurm: two nodes, a signal, a requeue, and the same bits as without them."""
+"""`sbatch slurm/train.sbatch` on a real Slurm: two nodes, a signal, a requeue, and the same bits as
+without them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of the same run on this host, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed")
     config = write_tiny_run(folder, make_tiny_qwen3(folder / "model"))
-    command = [sys.executable, "-m", "pacs_megatron", "train", str(config), f"run.steps={STEPS}", "checkpoint.every=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "pacs_megatron",
+        "train",
+        str(config),
+        f"run.steps={STEPS}",
+        "checkpoint.every=3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     run_dir = folder / "runs" / "tiny"
@@ -41,12 +51,17 @@ def submit(slurm: Slurm, repo: Path, config: Path, *overrides: str, launcher: st
     script = str(repo / "slurm" / "train.sbatch")
     resources = ["resources.nodes=2", "run.nproc=1", f"run.steps={STEPS}", "checkpoint.every=3"]
     out = f"--output={config.parent}/job.log"
-    return slurm.submit("--nodes=2", out, script, str(config), *resources, *overrides, cwd=config.parent, env=env)
+    return slurm.submit(
+        "--nodes=2", out, script, str(config), *resources, *overrides, cwd=config.parent, env=env
+    )
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_s"} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_s"}
+        for row in rows
+    ]
 
 
 def job_text(config: Path) -> str:
@@ -63,7 +78,9 @@ def test_signal_requeue_resume_gives_the_same_bits(
     job_id = submit(slurm, repo, config, launcher=launcher)
     run_dir = tmp_path / "runs" / "tiny"
     wait_for_rows(run_dir, 2)
-    slurm.run("scancel", "--signal=USR1", "--batch", job_id)  # what --signal=B:USR1@300 does before the time limit
+    slurm.run(
+        "scancel", "--signal=USR1", "--batch", job_id
+    )  # what --signal=B:USR1@300 does before the time limit
     fields = slurm.wait(job_id)
     text = job_text(config)
     assert fields["JobState"] == "COMPLETED", text
@@ -80,7 +97,9 @@ def test_signal_requeue_resume_gives_the_same_bits(
 
 
 @pytest.mark.full
-def test_a_wrong_configuration_ends_with_its_code_and_is_not_requeued(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+def test_a_wrong_configuration_ends_with_its_code_and_is_not_requeued(
+    slurm: Slurm, repo: Path, tmp_path: Path
+) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     job_id = submit(slurm, repo, config, f"data.train.path={tmp_path}/nothere.jsonl")
     fields = slurm.wait(job_id)
@@ -92,7 +111,9 @@ def test_a_wrong_configuration_ends_with_its_code_and_is_not_requeued(slurm: Slu
     assert "Traceback" not in text
 
 
-def test_wrong_number_of_nodes_is_rejected_at_once(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+def test_wrong_number_of_nodes_is_rejected_at_once(
+    slurm: Slurm, repo: Path, tmp_path: Path
+) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     job_id = submit(slurm, repo, config, "resources.nodes=1", "run.nproc=2")
     assert slurm.wait(job_id)["ExitCode"] == "2:0"
@@ -119,13 +140,20 @@ def test_a_rollout_node_with_a_real_sglang_server(slurm: Slurm, repo: Path, tmp_
     interpreter = require_sglang()
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
     letters = "[a, e, i, o, u, s, t, n, r, l, d, c, p, m]"
-    servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"
+    servers = (
+        f"{{python: [{interpreter}], device: cpu, max_total_tokens: 4096, start_timeout_s: 400}}"
+    )
     job_id = submit(
         slurm,
         repo,
         config,
         *("resources.nodes=1", "resources.rollout_nodes=1", "run.nproc=2", "run.steps=2"),
-        *("rollout=null", "rollout.engine=sglang", "rollout.dtype=fp32", "rollout.sync.transport=broadcast"),
+        *(
+            "rollout=null",
+            "rollout.engine=sglang",
+            "rollout.dtype=fp32",
+            "rollout.sync.transport=broadcast",
+        ),
         f"rollout.sampling={{max_response_tokens: 12, stop: {letters}}}",
         f"rollout.servers={servers}",
     )

@@ -1,5 +1,7 @@
-"""Hosts of the modelled node (servers.py) for real runs: a process per host has the stand-in servers, and each rank
-reports its memory to it. Bytes on the modelled GPUs are those of a tiny model, scaled to the real one."""
+"""Hosts of the modelled node (servers.py) for real runs: a process per host has the stand-in
+servers, and each rank reports its memory to it. Bytes on the modelled GPUs are those of a tiny
+model, scaled to the real one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.support.tiny_models import save_tokenizer
 
 SITE = Path(__file__).with_name("site")
 WORKING_BYTES = 16 << 30
-"""Activations, logits and the caching allocator of a training step, which `_empty_caches` returns."""
+"""Activations, logits and the caching allocator of a training step, which `_empty_caches` returns.
+"""
 Fault = tuple[int, str]
 """(a server's first GPU, path): the server is killed at its next call of this path"""
 
@@ -45,9 +48,13 @@ def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 class Host:
-    """A process with the GPUs and the stand-in servers of one host; the servers' own processes only hold their place."""
+    """A process with the GPUs and the stand-in servers of one host; the servers' own processes only
+    hold their place.
+    """
 
-    def __init__(self, socket_path: Path, gpu_bytes: int, scale: float, faults: frozenset[Fault]) -> None:
+    def __init__(
+        self, socket_path: Path, gpu_bytes: int, scale: float, faults: frozenset[Fault]
+    ) -> None:
         self.path = socket_path
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(socket_path))
@@ -71,7 +78,9 @@ class Host:
 
 
 class _HostProcess:
-    def __init__(self, listener: socket.socket, node: Node, scale: float, faults: set[Fault]) -> None:
+    def __init__(
+        self, listener: socket.socket, node: Node, scale: float, faults: set[Fault]
+    ) -> None:
         self._listener = listener
         self._node = node
         self._scale = scale
@@ -82,7 +91,9 @@ class _HostProcess:
         self._real_peak = 0
 
     def run(self) -> None:
-        threading.Thread(target=self._measure, args=(psutil.Process().parent(),), daemon=True).start()
+        threading.Thread(
+            target=self._measure, args=(psutil.Process().parent(),), daemon=True
+        ).start()
         while True:
             link, _ = self._listener.accept()
             threading.Thread(target=self._handle, args=(link,), daemon=True).start()
@@ -107,7 +118,9 @@ class _HostProcess:
         return {"total": self._node.gpu_bytes, "free": self._node.free(gpu)}
 
     def _hold(self, _link: socket.socket, gpu: int, num_bytes: int) -> dict[str, str]:
-        """A trainer rank's memory, in bytes of the tiny model, and its working memory if there is a step."""
+        """A trainer rank's memory, in bytes of the tiny model, and its working memory if there is a
+        step.
+        """
         try:
             self._node.set(gpu, "trainer", num_bytes)
         except OutOfMemoryError as error:
@@ -128,14 +141,19 @@ class _HostProcess:
         peaks = {"peak": self._node.peak, "real_peak": self._real_peak}
         return {"servers": servers, "starts": self._starts, "ended": self._ended, **peaks}
 
-    def _serve(self, link: socket.socket, args: list[str], visible: str, pid: int) -> dict[str, Any]:
+    def _serve(
+        self, link: socket.socket, args: list[str], visible: str, pid: int
+    ) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
         for name in ("--model-path", "--host", "--port", "--tp-size", "--mem-fraction-static"):
             parser.add_argument(name)
         given, _ = parser.parse_known_args(args)
         assert len(visible.split(",")) == int(given.tp_size)
         spec = load_spec(given.model_path)
-        dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts)
+        dims = ModelDims(
+            num_kv_heads=spec.num_kv_heads,
+            num_experts=0 if spec.moe is None else spec.moe.num_experts,
+        )
         try:
             server = GpuServer(
                 self._node,
@@ -175,8 +193,10 @@ class _HostProcess:
 
 
 def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
-    """A model of the same family, with the key-value heads and ties of the original, and the ratio of their parameters.
-    FP8 needs a multiple of 16 as `head_dim`: every width is a multiple of it, on eight ranks too."""
+    """A model of the same family, with the key-value heads and ties of the original, and the ratio
+    of their parameters. FP8 needs a multiple of 16 as `head_dim`: every width is a multiple of it,
+    on eight ranks too.
+    """
     real = KNOWN_MODELS[hub_id]
     family = real["model_type"]
     shape = {
@@ -191,13 +211,19 @@ def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
         **({} if family == "qwen2" else {"head_dim": head_dim}),
     }
     if family == "qwen3_moe":
-        shape |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * head_dim}
+        shape |= {
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 2 * head_dim,
+        }
     make_family(folder, family, dtype="bfloat16", **shape)
     save_tokenizer(folder)
     return folder, num_parameters(read_spec(real)) / num_parameters(load_spec(folder))
 
 
-def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float) -> int:
+def run_on_gpu(
+    rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float
+) -> int:
     """One rank of the run. With `host`, its handles and its memory are those of GPU `rank` there."""
     from pacs_megatron.sglang.weights import transports
     from pacs_megatron.training import context as context_module
@@ -206,15 +232,23 @@ def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: H
     from pacs_megatron.training.context import RunContext
     from pacs_megatron.training.main import run_rank
 
-    context, step, sync = cast("Any", context_module), cast("Any", step_module), cast("Any", sync_module)
+    context = cast("Any", context_module)
+    step = cast("Any", step_module)
+    sync = cast("Any", sync_module)
     context._check_gpus = lambda config: None
     if host is not None:
-        # torch passes a GPU's UUID in a handle (torch/multiprocessing/reductions.py, patched by SGLang); a CPU has none.
+        # torch passes a GPU's UUID in a handle (torch/multiprocessing/reductions.py, patched by
+        # SGLang); a CPU has none.
         transports.shared_memory_payload = lambda tensors: ipc_payload(tensors, rank)
-        empty_caches, release_memory = sync._empty_caches, step.release_memory
+        empty_caches = sync._empty_caches
+        release_memory = step.release_memory
 
         def hold(run: RunContext, working: int) -> None:
-            found = host.call(op="hold", gpu=rank, num_bytes=int(scale * sum(map(live_bytes, run.models))) + working)
+            found = host.call(
+                op="hold",
+                gpu=rank,
+                num_bytes=int(scale * sum(map(live_bytes, run.models))) + working,
+            )
             assert not found["error"], found["error"]
 
         def emptied(run: RunContext) -> None:
@@ -234,15 +268,21 @@ def run_on_gpu(rank: int, config_path: Path, overrides: tuple[str, ...], host: H
             hold(run, 0)
             return run
 
-        build, context.build = context.build, built
-        sync._empty_caches, step.release_memory = emptied, released
+        build = context.build
+        context.build = built
+        sync._empty_caches = emptied
+        step.release_memory = released
     return int(run_rank(config_path, overrides))
 
 
 def live_bytes(policy: Any) -> int:
     """Bytes of the storages of weights, gradients and optimizer state on the device."""
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
-    tensors = [tensor for one in parameters for tensor in (one.data, one.grad, getattr(one, "main_grad", None))]
+    tensors = [
+        tensor
+        for one in parameters
+        for tensor in (one.data, one.grad, getattr(one, "main_grad", None))
+    ]
     for part in policy.optimizer.optimizers():
         tensors += [one.data for group in part.optimizer.param_groups for one in group["params"]]
         tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]

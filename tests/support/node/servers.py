@@ -1,7 +1,9 @@
-"""A modelled node of eight GPUs: stand-in SGLang servers and trainer ranks without CUDA. Each behaviour cites its source.
+"""A modelled node of eight GPUs: stand-in SGLang servers and trainer ranks without CUDA.
 
-Lines are of SGLang 0.5.23 (`sglang/srt`). tests/integration/sglang/test_node_contract.py holds the real server to those
-that a CPU can show.
+Each behaviour cites its source.
+
+Lines are of SGLang 0.5.23 (`sglang/srt`). tests/integration/sglang/test_api_node_contract.py holds
+the real server to those that a CPU can show.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def gpu_uuid(number: int) -> str:
 
 
 def ipc_payload(tensors: Sequence[tuple[str, torch.Tensor]], gpu: int) -> str:
-    """The handle that a trainer rank on `gpu` sends: the device's UUID and the place of the data, with one name per reader."""
+    """The handle that a trainer rank on `gpu` sends: the device's UUID and the place of the data,
+    with one name per reader.
+    """
     handle, path = tempfile.mkstemp(suffix=".safetensors", prefix="node-of-eight-")
     os.close(handle)
     save_file({name: tensor.contiguous() for name, tensor in tensors}, path)
@@ -47,12 +51,19 @@ def ipc_payload(tensors: Sequence[tuple[str, torch.Tensor]], gpu: int) -> str:
 
 
 def mismatch(own: str, other: str) -> str:
-    """torch's message for NCCL's rejection (torch/csrc/distributed/c10d/NCCLUtils.hpp), as SGLang passes it on."""
-    code, other_code = (int(a) * 10000 + int(b) * 100 + int(c) for a, b, c in (v.split(".") for v in (own, other)))
+    """torch's message for NCCL's rejection (torch/csrc/distributed/c10d/NCCLUtils.hpp), as SGLang
+    passes it on.
+    """
+    code, other_code = (
+        int(a) * 10000 + int(b) * 100 + int(c) for a, b, c in (v.split(".") for v in (own, other))
+    )
     return (
-        "Failed to receive weights: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
-        f"(run with NCCL_DEBUG=WARN for details), NCCL version {own}\nncclInvalidUsage: This usually reflects invalid usage "
-        f"of NCCL library.\nLast error:\nMismatched NCCL version detected : rank 0 version {other_code} rank 1 version {code}"
+        "Failed to receive weights: NCCL error in: "
+        "/pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
+        f"(run with NCCL_DEBUG=WARN for details), NCCL version {own}\nncclInvalidUsage: This "
+        "usually reflects invalid usage "
+        "of NCCL library.\nLast error:\nMismatched NCCL version detected : rank 0 version "
+        f"{other_code} rank 1 version {code}"
     )
 
 
@@ -80,7 +91,8 @@ class Node:
                 free = self.free(gpu)
                 self._used[gpu][owner] = before
                 raise OutOfMemoryError(
-                    f"GPU {gpu}: {owner} needs {num_bytes} bytes, {free} are free: {self._used[gpu]}"
+                    f"GPU {gpu}: {owner} needs {num_bytes} bytes, {free} are free: "
+                    f"{self._used[gpu]}"
                 )
             self._used[gpu][owner] = num_bytes
             self.peak[gpu] = max(self.peak[gpu], self.gpu_bytes - self.free(gpu))
@@ -95,21 +107,30 @@ class Node:
 class GpuServer(WeightServer):
     """A server on some of the node's GPUs.
 
-    - It sees the GPUs in `visible` only, and looks up a handle's UUID among them (utils/patch_torch.py:84-92). For another
-      UUID the scheduler raises, logs and ends the server (managers/scheduler.py, run_scheduler_process: SIGQUIT to the
+    - It sees the GPUs in `visible` only, and looks up a handle's UUID among them
+      (utils/patch_torch.py:84-92). For another
+      UUID the scheduler raises, logs and ends the server (managers/scheduler.py,
+      run_scheduler_process: SIGQUIT to the
       parent).
-    - Each tensor-parallel rank reads its own entry of `serialized_named_tensors`; reading another rank's breaks the
+    - Each tensor-parallel rank reads its own entry of `serialized_named_tensors`; reading another
+      rank's breaks the
       producer's count of readers (managers/tp_worker.py:194).
-    - Each tensor-parallel rank joins a broadcast group at `rank_offset` plus its own rank and receives every whole bucket
+    - Each tensor-parallel rank joins a broadcast group at `rank_offset` plus its own rank and
+      receives every whole bucket
       (model_executor/model_runner_components/weight_updater.py:100-143 and 248-258).
-    - NCCL compares the versions of all ranks when a group connects, in its first broadcast (its src/init.cc,
-      initTransportsRank: "Mismatched NCCL version detected"); the scheduler catches torch's error and responds with it
+    - NCCL compares the versions of all ranks when a group connects, in its first broadcast (its
+      src/init.cc,
+      initTransportsRank: "Mismatched NCCL version detected"); the scheduler catches torch's error
+          and responds with it
       (managers/scheduler_components/weight_updater.py:200-211).
-    - KV cache = free after loading - free before loading * (1 - mem_fraction) (mem_cache/kv_cache_configurator.py:3007).
+    - KV cache = free after loading - free before loading * (1 - mem_fraction)
+      (mem_cache/kv_cache_configurator.py:3007).
       Nothing left: ValueError at the start (the same file, 3051).
-    - Release and resume change what it occupies, and released weights are lost; a failed resume ends it
+    - Release and resume change what it occupies, and released weights are lost; a failed resume
+      ends it
       (torch_memory_saver).
-    - Checksums are of fused parameters, per tensor-parallel rank (utils/weight_checker.py), by the rules that the real
+    - Checksums are of fused parameters, per tensor-parallel rank (utils/weight_checker.py), by the
+      rules that the real
       server is tested against (tests/integration/sglang/test_sync.py).
     """
 
@@ -135,7 +156,9 @@ class GpuServer(WeightServer):
         self.nccl = nccl
         self._readers: set[str] = set()
         self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
-        self.weight_bytes = int(scale * sum(tensor.nbytes for tensor in weights.values())) // len(self.gpus)
+        self.weight_bytes = int(scale * sum(tensor.nbytes for tensor in weights.values())) // len(
+            self.gpus
+        )
         self.kv_bytes = self._size_cache(mem_fraction)
         super().__init__(weights, **server)
 
@@ -158,7 +181,11 @@ class GpuServer(WeightServer):
         app.router.add_post("/update_weights_from_distributed", self._from_distributed)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        info = {"version": "0.5.23", "tp_size": len(self.gpus), "device": "cuda" if self.nccl else "cpu"}
+        info = {
+            "version": "0.5.23",
+            "tp_size": len(self.gpus),
+            "device": "cuda" if self.nccl else "cpu",
+        }
         return web.json_response(info)
 
     def _end_scheduler(self, reason: str) -> web.Response:
@@ -170,7 +197,9 @@ class GpuServer(WeightServer):
 
     async def _from_tensor(self, request: web.Request) -> web.Response:
         if not self.session_open:
-            return web.json_response({"success": False, "message": "must run between begin and end"}, status=400)
+            return web.json_response(
+                {"success": False, "message": "must run between begin and end"}, status=400
+            )
         body = await request.json()
         payloads = body["serialized_named_tensors"]
         for rank in range(len(self.gpus)):
@@ -178,7 +207,9 @@ class GpuServer(WeightServer):
             if handle["device"] not in [gpu_uuid(gpu) for gpu in self.gpus]:
                 return self._end_scheduler(f"Invalid device_uuid={handle['device']}")
             if handle["path"] in self._readers:
-                return self._end_scheduler(f"{handle['path']} was read twice: the producer's count of readers is wrong")
+                return self._end_scheduler(
+                    f"{handle['path']} was read twice: the producer's count of readers is wrong"
+                )
             self._readers.add(handle["path"])
             if rank == 0:
                 for name, tensor in load_file(handle["path"]).items():
@@ -193,19 +224,25 @@ class GpuServer(WeightServer):
             return web.json_response({"success": True, "message": ""})
 
         def join(tp_rank: int) -> dist.ProcessGroupGloo:
-            limit, size, name = timedelta(seconds=60), body["world_size"], body["group_name"]
+            limit = timedelta(seconds=60)
+            size = body["world_size"]
+            name = body["group_name"]
             store = TCPStore(body["master_address"], body["master_port"], size, False, limit)
             prefixed = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
             return dist.ProcessGroupGloo(prefixed, body["rank_offset"] + tp_rank, size, limit)
 
         ranks = range(len(self.gpus))
-        self._groups[body["group_name"]] = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in ranks))
+        self._groups[body["group_name"]] = await asyncio.gather(
+            *(asyncio.to_thread(join, rank) for rank in ranks)
+        )
         return web.json_response({"success": True, "message": ""})
 
     async def _from_distributed(self, request: web.Request) -> web.Response:
         body = await request.json()
         if self.nccl is not None and self.nccl[0] != self.nccl[1]:
-            return web.json_response({"success": False, "message": mismatch(*self.nccl)}, status=400)
+            return web.json_response(
+                {"success": False, "message": mismatch(*self.nccl)}, status=400
+            )
         kinds = [getattr(torch, name) for name in body["dtypes"]]
         sizes = [
             math.prod(shape) * torch.empty(0, dtype=kind).element_size()
@@ -220,7 +257,9 @@ class GpuServer(WeightServer):
         groups = self._groups[body["group_name"]]
         received = await asyncio.gather(*(asyncio.to_thread(receive, group) for group in groups))
         pieces = torch.split(received[0], sizes)
-        for name, kind, shape, piece in zip(body["names"], kinds, body["shapes"], pieces, strict=True):
+        for name, kind, shape, piece in zip(
+            body["names"], kinds, body["shapes"], pieces, strict=True
+        ):
             self.load(name, piece.clone().view(kind).reshape(shape))
         return web.json_response({"success": True})
 
@@ -231,18 +270,26 @@ class GpuServer(WeightServer):
         for name, tensor in self.held.items():
             fused.add(name, tensor)
         ranks = [
-            {"checksums": {name: hashes[rank] for name, hashes in fused.by_name.items() if name not in skip}}
+            {
+                "checksums": {
+                    name: hashes[rank] for name, hashes in fused.by_name.items() if name not in skip
+                }
+            }
             for rank in range(len(self.gpus))
         ]
         return web.json_response({"ranks": ranks})
 
     async def _release_memory(self, request: web.Request) -> web.Response:
         if "weights" in (await request.json())["tags"]:
-            self.held = {name: torch.full_like(tensor, float("nan")) for name, tensor in self.held.items()}
+            self.held = {
+                name: torch.full_like(tensor, float("nan")) for name, tensor in self.held.items()
+            }
         return await self._set_memory(request, {"weights": 0, "kv_cache": 0})
 
     async def _resume_memory(self, request: web.Request) -> web.Response:
-        return await self._set_memory(request, {"weights": self.weight_bytes, "kv_cache": self.kv_bytes})
+        return await self._set_memory(
+            request, {"weights": self.weight_bytes, "kv_cache": self.kv_bytes}
+        )
 
     async def _set_memory(self, request: web.Request, sizes: Mapping[str, int]) -> web.Response:
         try:
@@ -254,7 +301,9 @@ class GpuServer(WeightServer):
 
 
 class ThreadChannel:
-    """The control channel of ranks that are threads of one process (`parallel.control.ControlChannel`)."""
+    """The control channel of ranks that are threads of one process
+    (`parallel.control.ControlChannel`).
+    """
 
     def __init__(self, rank: int, shared: SharedRanks) -> None:
         self.rank = rank
@@ -267,7 +316,8 @@ class ThreadChannel:
         return any(self._shared.gather(self.rank, flag))
 
     def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T | None:
-        result, error = None, None
+        result = None
+        error = None
         if only is None or only == self.rank:
             try:
                 result = action()

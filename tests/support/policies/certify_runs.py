@@ -18,7 +18,12 @@ BASE: dict[str, Any] = {
     "precision": {"dtype": "fp32"},
     "parallel": {},
     "objective": {"name": "pacs"},
-    "batch": {"prompts_per_step": 16, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_microbatch": 200},
+    "batch": {
+        "prompts_per_step": 16,
+        "samples_per_prompt": 4,
+        "updates_per_step": 2,
+        "tokens_per_microbatch": 200,
+    },
     "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100}},
     "reward": {"name": "math"},
     "data": {"train": {"path": "train.jsonl", "preset": "gsm8k"}, "max_prompt_tokens": 60},
@@ -31,7 +36,9 @@ def write_run(folder: Path, changes: Mapping[str, Any], family: str = "qwen3") -
     kind, own = CASES[family]
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(config_of(kind, own | {"num_hidden_layers": 4}).to_dict()))
+    (model / "config.json").write_text(
+        json.dumps(config_of(kind, own | {"num_hidden_layers": 4}).to_dict())
+    )
     tree = {name: dict(values) for name, values in BASE.items()} | {"model": {"path": str(model)}}
     for section, values in changes.items():
         is_other = "name" in values or "engine" in values
@@ -47,10 +54,22 @@ def write_run(folder: Path, changes: Mapping[str, Any], family: str = "qwen3") -
 def random_run(seed: int) -> tuple[str, dict[str, Any]]:
     """(model of CASES, changes) at random; not every draw is valid."""
     draw = random.Random(seed)
-    family = draw.choice(["qwen2", "qwen3", "qwen3", "qwen3-tied-mha-odd-vocabulary", "qwen3_moe", "llama", "mistral"])
+    family = draw.choice(
+        [
+            "qwen2",
+            "qwen3",
+            "qwen3",
+            "qwen3-tied-mha-odd-vocabulary",
+            "qwen3_moe",
+            "llama",
+            "mistral",
+        ]
+    )
     is_moe = family == "qwen3_moe"
     parallel: dict[str, Any] = {"distributed_optimizer": draw.random() < 0.5}
-    for axis in draw.sample(["tp", "pp", "cp", "ep"] if is_moe else ["tp", "pp", "cp"], draw.choice([0, 1, 1, 2])):
+    for axis in draw.sample(
+        ["tp", "pp", "cp", "ep"] if is_moe else ["tp", "pp", "cp"], draw.choice([0, 1, 1, 2])
+    ):
         parallel[axis] = 2
     parallel["sequence_parallel"] = "tp" in parallel and (is_moe or draw.random() < 0.5)
     if "pp" in parallel and draw.random() < 0.4:
@@ -94,7 +113,9 @@ def _random_pacs(draw: random.Random) -> dict[str, Any]:
         "beta": draw.choice([1.0, 0.3]),
         "reward_proxy": proxy,
         "score": draw.choice(["rloo", "rloo", "dr_grpo", "grpo", "naive"]),
-        "weighting": draw.choice(["question", "question", "only_positive", "only_negative", "none"]),
+        "weighting": draw.choice(
+            ["question", "question", "only_positive", "only_negative", "none"]
+        ),
     }
     if proxy == "sum_log_ratio":
         options["reference"] = draw.choice(["step_start", "frozen"])
@@ -136,7 +157,12 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "run": {"nproc": 4},
             "parallel": {"pp": 2, "vpp": 2},
-            "objective": {"name": "dapo", "overlong_length": 90, "overlong_buffer": 40, "importance": "truncate"},
+            "objective": {
+                "name": "dapo",
+                "overlong_length": 90,
+                "overlong_buffer": 40,
+                "importance": "truncate",
+            },
             "batch": {"updates_per_step": 3},
             "optimizer": _COSINE,
         },
@@ -154,7 +180,13 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         {
             "parallel": {"distributed_optimizer": True},
-            "objective": {"name": "ppo", "value_clip": 0.1, "lam": 0.95, "gamma": 0.99, "clip_grad": 1.0},
+            "objective": {
+                "name": "ppo",
+                "value_clip": 0.1,
+                "lam": 0.95,
+                "gamma": 0.99,
+                "clip_grad": 1.0,
+            },
             "optimizer": _COSINE,
         },
     ),
@@ -175,7 +207,12 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "real_bce, tied with an odd vocabulary, pp2 cp2": (
         "qwen3-tied-mha-odd-vocabulary",
-        {"run": {"nproc": 4}, "parallel": {"pp": 2, "cp": 2}, "objective": {"name": "real_bce"}, "optimizer": _COSINE},
+        {
+            "run": {"nproc": 4},
+            "parallel": {"pp": 2, "cp": 2},
+            "objective": {"name": "real_bce"},
+            "optimizer": _COSINE,
+        },
     ),
     "w_reinforce, tied llama, tp2, recomputed, at temperature 0.7": (
         "llama-tied-mha",
@@ -183,7 +220,10 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
             "parallel": {"tp": 2, "sequence_parallel": True} | _FULL,
             "objective": {"name": "w_reinforce"},
             "batch": {"updates_per_step": 3, "samples_per_prompt": 8},
-            "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100, "temperature": 0.7}},
+            "rollout": {
+                "engine": "embedded",
+                "sampling": {"max_response_tokens": 100, "temperature": 0.7},
+            },
         },
     ),
     "cispo, experts that are not normalised, pp2 ep2": (
@@ -209,8 +249,17 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "run": {"nproc": 4},
             "parallel": {"pp": 4},
-            "objective": {"name": "pacs", "reward_proxy": "mean_log_prob", "score": "dr_grpo", "beta": 0.3},
-            "batch": {"updates_per_step": 3, "samples_per_prompt": 2, "tokens_per_microbatch": 1600},
+            "objective": {
+                "name": "pacs",
+                "reward_proxy": "mean_log_prob",
+                "score": "dr_grpo",
+                "beta": 0.3,
+            },
+            "batch": {
+                "updates_per_step": 3,
+                "samples_per_prompt": 2,
+                "tokens_per_microbatch": 1600,
+            },
             "optimizer": _COSINE,
         },
     ),
@@ -219,12 +268,19 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "run": {"nproc": 4},
             "parallel": {"tp": 2, "pp": 2},
-            "objective": {"name": "luspo", "kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01},
+            "objective": {
+                "name": "luspo",
+                "kl_coef": 0.1,
+                "kl_estimator": "k2",
+                "entropy_coef": 0.01,
+            },
             "batch": {"updates_per_step": 2, "tokens_per_microbatch": 160},
         },
     ),
 }
-"""Layout, family, objective, precision of the state, packing and options that no other case combines"""
+"""Layout, family, objective, precision of the state, packing and options that no other case
+combines
+"""
 
 KIN_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
@@ -251,7 +307,10 @@ def _kin_runs() -> dict[str, tuple[str, dict[str, Any]]]:
                     "objective": objective,
                     "batch": {"updates_per_step": 3, "tokens_per_microbatch": budget},
                 }
-                found[f"{case}, {layout}, {groups}"] = "qwen3_moe" if layout == "ep2" else "qwen3", changes
+                found[f"{case}, {layout}, {groups}"] = (
+                    "qwen3_moe" if layout == "ep2" else "qwen3",
+                    changes,
+                )
     return found
 
 

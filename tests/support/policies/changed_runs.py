@@ -1,4 +1,6 @@
-"""`certify` with other options in the attempt that resumes; the reference follows them from the same update on."""
+"""`certify` with other options in the attempt that resumes; the reference follows them from the
+same update on.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def certify_changed(folder: Path, case: Changed, *, ignored: Sections | None = N
 
 
 def _merged(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {k: _merged(before[k], v) for k, v in values.items() if isinstance(v, Mapping) and before.get(k)}
+    nested = {
+        k: _merged(before[k], v)
+        for k, v in values.items()
+        if isinstance(v, Mapping) and before.get(k)
+    }
     return {**before, **values, **nested}
 
 
@@ -85,7 +91,9 @@ def _change_product(patch: pytest.MonkeyPatch, case: Changed, ignored: Sections)
 
 def _clipped(build: Any, factor: float) -> Any:
     def built(config: RunConfig, *args: Any) -> Any:
-        objective = config.objective.model_copy(update={"clip_grad": factor * config.objective.clip_grad})
+        objective = config.objective.model_copy(
+            update={"clip_grad": factor * config.objective.clip_grad}
+        )
         return build(config.model_copy(update={"objective": objective}), *args)
 
     return built
@@ -93,7 +101,9 @@ def _clipped(build: Any, factor: float) -> Any:
 
 def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list[int]) -> None:
     kind = reference.Reference
-    update, logps, estimate = kind._update, kind.logps, kind._estimate
+    update = kind._update
+    logps = kind.logps
+    estimate = kind._estimate
     state = {"is_due": False, "is_open": False}
     """the change comes before the next pass; it came inside a step"""
 
@@ -102,11 +112,18 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
             return
         state["is_due"] = False
         self.options = _merged(self.options, case.later.get("objective", {}))
-        self.case |= {k: v for k, v in case.later.get("batch", {}).items() if k in ("updates_per_step", "epochs")}
+        self.case |= {
+            k: v
+            for k, v in case.later.get("batch", {}).items()
+            if k in ("updates_per_step", "epochs")
+        }
         for adam in (self.adam, self.critic_adam) if self.critic is not None else (self.adam,):
             adam.total = self.case["steps"] * self._updates()
-        self.case["optimizer"] = o = _merged(self.case["optimizer"], case.later.get("optimizer", {}))
-        self.adam.o, self.adam.clip = o, self.adam.clip * case.clip
+        self.case["optimizer"] = o = _merged(
+            self.case["optimizer"], case.later.get("optimizer", {})
+        )
+        self.adam.o = o
+        self.adam.clip = self.adam.clip * case.clip
         sampling = case.later.get("rollout", {}).get("sampling", {})
         self.model.temperature = sampling.get("temperature", self.model.temperature)
         if self.critic is not None:
@@ -120,7 +137,9 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
         found = update(self, number, step, index, *args)
         state["is_due"] = number == stop_after[0]
         if state["is_due"] and case.later.get("objective", {}).get("reference") == "frozen":
-            self.frozen = self.model.copy() if self.options["reference"] != "frozen" else self.frozen
+            self.frozen = (
+                self.model.copy() if self.options["reference"] != "frozen" else self.frozen
+            )
         return found
 
     def changed_logps(self: Any, *args: Any, **options: Any) -> Any:
@@ -129,7 +148,9 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
 
     def changed_estimate(self: Any, step: int, index: int, batch: Batch) -> None:
         if state["is_open"] and self.critic is not None and batch.step is not None:
-            self.advantages, self.returns = estimates(batch.step, self.starts)  # a resume computes them again
+            self.advantages, self.returns = estimates(
+                batch.step, self.starts
+            )  # a resume computes them again
         estimate(self, step, index, batch)
 
     patch.setattr(kind, "_update", changed_update)
@@ -137,8 +158,17 @@ def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list
     patch.setattr(kind, "_estimate", changed_estimate)
 
 
-OPTIMIZER = {"lr": 5e-4, "min_lr": 2e-4, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 2e-3, "weight_decay": 2.0}
-DECAYED = {"optimizer": {"schedule": "linear", "min_lr": 1e-7, "weight_decay": 0.1, "warmup_updates": 1}}
+OPTIMIZER = {
+    "lr": 5e-4,
+    "min_lr": 2e-4,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_eps": 2e-3,
+    "weight_decay": 2.0,
+}
+DECAYED = {
+    "optimizer": {"schedule": "linear", "min_lr": 1e-7, "weight_decay": 0.1, "warmup_updates": 1}
+}
 COSINE = {"schedule": "cosine", "weight_decay": 0.1}
 """To a rate of 0"""
 ONE_UPDATE = {"batch": {"updates_per_step": 1}}
@@ -147,23 +177,45 @@ CHANGED: dict[str, Changed] = {
     "pacs": Changed(
         before=DECAYED | {"objective": {"name": "pacs", "clip_grad": 1.0, "importance_cap": 2.0}},
         later={
-            "objective": {"beta": 0.5, "score": "dr_grpo", "weighting": "only_negative", "importance_cap": 1.05},
+            "objective": {
+                "beta": 0.5,
+                "score": "dr_grpo",
+                "weighting": "only_negative",
+                "importance_cap": 1.05,
+            },
             "optimizer": OPTIMIZER | {"schedule": "cosine"},
         },
         clip=0.7,
     ),
     "pacs with a frozen reference, between steps": Changed(
         before=ONE_UPDATE
-        | {"objective": {"name": "pacs", "reference": "frozen", "score": "grpo", "score_std_floor": 0.1}},
+        | {
+            "objective": {
+                "name": "pacs",
+                "reference": "frozen",
+                "score": "grpo",
+                "score_std_floor": 0.1,
+            }
+        },
         later={
-            "objective": {"score_std_floor": 0.3, "actor_term": 0.5, "actor_scope": "group", "reset_every": 1},
+            "objective": {
+                "score_std_floor": 0.3,
+                "actor_term": 0.5,
+                "actor_scope": "group",
+                "reset_every": 1,
+            },
             "rollout": {"sampling": {"temperature": 0.8}},
         },
     ),
     "grpo": Changed(
         before=DECAYED
         | {
-            "objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "clip_grad": 1.0},
+            "objective": {
+                "name": "grpo",
+                "kl_coef": 0.1,
+                "importance": "truncate",
+                "clip_grad": 1.0,
+            },
             "parallel": {"pp": 2},
         },
         later={
@@ -186,11 +238,24 @@ CHANGED: dict[str, Changed] = {
     ),
     "gspo": Changed(
         before={"objective": {"name": "gspo", "importance": "truncate"}},
-        later={"objective": {"importance": "mask", "importance_level": "sequence", "importance_floor": 0.8}},
+        later={
+            "objective": {
+                "importance": "mask",
+                "importance_level": "sequence",
+                "importance_floor": 0.8,
+            }
+        },
     ),
     "reinforce_pp, between steps": Changed(
         before=ONE_UPDATE
-        | {"objective": {"name": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+        | {
+            "objective": {
+                "name": "reinforce_pp",
+                "kl_coef": 0.1,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+            }
+        },
         later={"objective": {"baseline": "group", "kl_estimator": "k3", "kl_coef": 0.5}},
     ),
     "pacs with another proxy, between steps": Changed(
@@ -209,7 +274,12 @@ CHANGED: dict[str, Changed] = {
         before=ONE_UPDATE | {"objective": {"name": "pacs"}, "optimizer": COSINE},
         later={
             "objective": {"reference": "frozen"},
-            "batch": {"updates_per_step": 2, "epochs": 2, "groups": "apart", "tokens_per_microbatch": 60},
+            "batch": {
+                "updates_per_step": 2,
+                "epochs": 2,
+                "groups": "apart",
+                "tokens_per_microbatch": 60,
+            },
         },
     ),
     "grpo with the KL in the reward, between steps": Changed(
@@ -226,7 +296,11 @@ CHANGED: dict[str, Changed] = {
         later={"objective": {"kl_in": "reward", "constant_length": 7}},
     ),
     "ppo with fewer updates": Changed(
-        before={"batch": {"updates_per_step": 4}, "objective": {"name": "ppo"}, "optimizer": COSINE},
+        before={
+            "batch": {"updates_per_step": 4},
+            "objective": {"name": "ppo"},
+            "optimizer": COSINE,
+        },
         later={"batch": {"updates_per_step": 1}},
         stop_after=7,
     ),
@@ -241,7 +315,15 @@ CHANGED: dict[str, Changed] = {
     "real": Changed(before={"objective": {"name": "real"}}, later={"objective": {"tau": 1.5}}),
     "ppo": Changed(
         before=DECAYED
-        | {"objective": {"name": "ppo", "clip_grad": 1.0, "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+        | {
+            "objective": {
+                "name": "ppo",
+                "clip_grad": 1.0,
+                "kl_coef": 0.1,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+            }
+        },
         later={
             "objective": {
                 "gamma": 0.9,
@@ -258,8 +340,14 @@ CHANGED: dict[str, Changed] = {
     ),
     "ppo with experts, between steps": Changed(
         before=ONE_UPDATE
-        | {"objective": {"name": "ppo", "value_clip": None}, "parallel": {"ep": 2, "distributed_optimizer": True}},
-        later={"objective": {"lam": 0.5, "value_clip": 0.05, "critic": {"lr": 1e-3}}, "optimizer": OPTIMIZER},
+        | {
+            "objective": {"name": "ppo", "value_clip": None},
+            "parallel": {"ep": 2, "distributed_optimizer": True},
+        },
+        later={
+            "objective": {"lam": 0.5, "value_clip": 0.05, "critic": {"lr": 1e-3}},
+            "optimizer": OPTIMIZER,
+        },
         family="qwen3_moe",
     ),
 }
@@ -282,12 +370,25 @@ _EXPERTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pp": 2, "ep": 2}),
     (4, {"cp": 2, "ep": 2}),
 ]
-_NAMES = ("pacs", "grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "reinforce_pp", "rloo", "w_reinforce", "ppo")
+_NAMES = (
+    "pacs",
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "luspo",
+    "cispo",
+    "reinforce_pp",
+    "rloo",
+    "w_reinforce",
+    "ppo",
+)
 
 
 def random_change(seed: int, folder: Path) -> Changed:
-    """A legal draw over family, layout, objective, options, precision, packing and schedule, with options drawn again for
-    the resume. Reproducible."""
+    """A legal draw over family, layout, objective, options, precision, packing and schedule, with
+    options drawn again for the resume. Reproducible.
+    """
     for number in range(100):
         draw = random.Random(f"{seed}.{number}")
         with contextlib.suppress(ConfigError, ValidationError, ValueError):
@@ -300,22 +401,32 @@ def _draw(draw: random.Random, folder: Path) -> Changed:
     is_moe = family.startswith("qwen3_moe")
     ranks_, axes = draw.choice(_EXPERTS if is_moe else _DENSE)
     recompute = {"granularity": draw.choice(["none", "selective", "full"])}
-    name, frozen = draw.choice([*_NAMES, "pacs", "ppo", "real", "real_bce", "sft"]), draw.random() < 0.5
+    name = draw.choice([*_NAMES, "pacs", "ppo", "real", "real_bce", "sft"])
+    frozen = draw.random() < 0.5
     where = draw.choice(["loss", "reward"]) if draw.random() < 0.5 else None
     first, second = (_options(draw, name, frozen, where) for _ in range(2))
     sampling = {"max_response_tokens": 100, "temperature": draw.choice([1.0, 0.7])}
     before: dict[str, Any] = {
         "run": {"nproc": ranks_},
-        "precision": {"dtype": draw.choice(["fp32", "bf16"]), "head": draw.choice(["bf16", "fp32"])},
+        "precision": {
+            "dtype": draw.choice(["fp32", "bf16"]),
+            "head": draw.choice(["bf16", "fp32"]),
+        },
         "parallel": axes | {"distributed_optimizer": draw.random() < 0.5, "recompute": recompute},
         "objective": first,
         "batch": {
-            "updates_per_step": 1 if first.get("actor_term") or second.get("actor_term") else draw.randint(1, 4),
+            "updates_per_step": 1
+            if first.get("actor_term") or second.get("actor_term")
+            else draw.randint(1, 4),
             "samples_per_prompt": draw.choice([2, 3, 4]),
             "tokens_per_microbatch": draw.choice([160, 200, 400, 1600]),
             "groups": draw.choice(["auto", "apart"]),
         },
-        "optimizer": {"schedule": "cosine", "min_lr": 2e-7, "weight_decay": draw.choice([0.0, 0.1])},
+        "optimizer": {
+            "schedule": "cosine",
+            "min_lr": 2e-7,
+            "weight_decay": draw.choice([0.0, 0.1]),
+        },
     }
     if name != "sft":
         before["rollout"] = {"engine": "embedded", "sampling": sampling}
@@ -323,20 +434,36 @@ def _draw(draw: random.Random, folder: Path) -> Changed:
         before |= ROUTED | {"rollout": ROUTED["rollout"] | {"sampling": sampling}}
     config = load_config(write_run(folder, before | {"objective": second}, family)).config
     certify_run.make_case(load_config(write_run(folder, before, family)), None)
-    later = config.objective.model_dump(mode="json", exclude={"name", "clip_grad", "constant_length"})
-    later |= {key: 0.1 * later[key] for key in ("clip_low", "clip_high", "value_clip") if (later.get(key) or 0) >= 0.05}
+    later = config.objective.model_dump(
+        mode="json", exclude={"name", "clip_grad", "constant_length"}
+    )
+    later |= {
+        key: 0.1 * later[key]
+        for key in ("clip_low", "clip_high", "value_clip")
+        if (later.get(key) or 0) >= 0.05
+    }
     if "critic" in later:
         later["critic"] = {"lr": draw.choice([5e-4, 3e-3])}
-    optimizer = {"lr": draw.choice([5e-4, 2e-3]), "adam_beta1": 0.8, "adam_eps": 2e-3, "schedule": "linear"}
+    optimizer = {
+        "lr": draw.choice([5e-4, 2e-3]),
+        "adam_beta1": 0.8,
+        "adam_eps": 2e-3,
+        "schedule": "linear",
+    }
     clip = draw.choice([0.7, 1.5]) if first.get("clip_grad") else 1.0
-    return Changed(before=before, later={"objective": later, "optimizer": optimizer}, family=family, clip=clip)
+    return Changed(
+        before=before, later={"objective": later, "optimizer": optimizer}, family=family, clip=clip
+    )
 
 
 def _options(draw: random.Random, name: str, frozen: bool, where: str | None) -> dict[str, Any]:
     """`frozen`, and `where` the KL is, stay: they select passes, which stay inside a step."""
     o: dict[str, Any] = {"name": name, "clip_grad": 1.0}
     if name == "pacs":
-        o |= {"beta": draw.choice([1.0, 0.3]), "score": draw.choice(["rloo", "dr_grpo", "grpo", "naive"])}
+        o |= {
+            "beta": draw.choice([1.0, 0.3]),
+            "score": draw.choice(["rloo", "dr_grpo", "grpo", "naive"]),
+        }
         o |= {
             "weighting": draw.choice(["question", "only_positive", "none"]),
             "importance_cap": draw.choice([1.1, 2.0]),
@@ -349,13 +476,22 @@ def _options(draw: random.Random, name: str, frozen: bool, where: str | None) ->
     if name == "sft":
         return o | {"loss_mean": draw.choice(["token", "sequence"])}
     if where is not None:
-        o |= {"kl_coef": draw.choice([0.05, 0.3]), "kl_in": where, "reset_every": draw.choice([1, 2, None])}
-        o["kl_estimator"] = "k1" if name == "ppo" and where == "reward" else draw.choice(["k2", "k3"])
+        o |= {
+            "kl_coef": draw.choice([0.05, 0.3]),
+            "kl_in": where,
+            "reset_every": draw.choice([1, 2, None]),
+        }
+        o["kl_estimator"] = (
+            "k1" if name == "ppo" and where == "reward" else draw.choice(["k2", "k3"])
+        )
     if draw.random() < 0.4:
         o["entropy_coef"] = draw.choice([0.005, 0.02])
     o["importance"] = draw.choice(["none", "truncate", "mask"])
     if o["importance"] != "none":
-        o |= {"importance_cap": draw.choice([1.2, 2.0]), "importance_level": draw.choice(["token", "sequence"])}
+        o |= {
+            "importance_cap": draw.choice([1.2, 2.0]),
+            "importance_level": draw.choice(["token", "sequence"]),
+        }
     if name in ("grpo", "dapo", "cispo", "reinforce_pp", "ppo"):
         o["loss_mean"] = draw.choice(["token", "sequence"])
     if name == "reinforce_pp":

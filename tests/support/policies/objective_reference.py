@@ -33,8 +33,12 @@ class Batch:
     step_start: torch.Tensor | None = None
     """None: `reference`"""
 
-    def record(self, tokens: torch.Tensor | None = None, logprobs: torch.Tensor | None = None) -> TokenRecord:
-        """The tokens `tokens` (default: all); `logprobs` [t] of the whole batch replace the stored ones."""
+    def record(
+        self, tokens: torch.Tensor | None = None, logprobs: torch.Tensor | None = None
+    ) -> TokenRecord:
+        """The tokens `tokens` (default: all); `logprobs` [t] of the whole batch replace the stored
+        ones.
+        """
         rows = torch.arange(len(self.mask)) if tokens is None else tokens
         source = self.logprobs if logprobs is None else logprobs
         return TokenRecord(
@@ -42,7 +46,9 @@ class Batch:
             mask=self.mask[rows],
             sample_of_token=self.sample_of_token[rows],
             response_lens=torch.from_numpy(self.facts.response_lens),
-            step_start_logprobs=(self.reference if self.step_start is None else self.step_start)[rows],
+            step_start_logprobs=(self.reference if self.step_start is None else self.step_start)[
+                rows
+            ],
             reference_logprobs=self.reference[rows],
             sampler_logprobs=None if self.sampler is None else self.sampler[rows],
             # As if from a critic: any numbers that differ from token to token.
@@ -76,7 +82,9 @@ def make_facts(
         prompt_lens=np.full(n, 5, dtype=np.int64),
         response_lens=np.asarray(lens if lens is not None else [1] * n, dtype=np.int64),
         truncated=np.asarray(truncated if truncated is not None else [False] * n, dtype=np.bool_),
-        log_ratio_to_sampler=None if log_ratio_to_sampler is None else np.asarray(log_ratio_to_sampler, np.float64),
+        log_ratio_to_sampler=None
+        if log_ratio_to_sampler is None
+        else np.asarray(log_ratio_to_sampler, np.float64),
     )
 
 
@@ -91,8 +99,12 @@ def make_record(logprobs: torch.Tensor, lens: Sequence[int], **fields: Any) -> T
     )
 
 
-def random_batch(seed: int, sizes: Sequence[int] = (2, 3, 4, 5, 6, 7, 8, 4, 3), spread: float = 0.5) -> Batch:
-    """Groups of `sizes` at random positions in the batch; mixed and one-class groups; some tokens masked out."""
+def random_batch(
+    seed: int, sizes: Sequence[int] = (2, 3, 4, 5, 6, 7, 8, 4, 3), spread: float = 0.5
+) -> Batch:
+    """Groups of `sizes` at random positions in the batch; mixed and one-class groups; some tokens
+    masked out.
+    """
     rng = np.random.default_rng(seed)
     groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     labels = rng.integers(0, 2, len(groups)).astype(float)
@@ -137,7 +149,9 @@ def reference_scores(r: torch.Tensor, score: str, floor: float | None = None) ->
     if score == "naive":
         return r
     if score == "rloo":
-        return torch.stack([r[i] - sum(r[j] for j in range(size) if j != i) / (size - 1) for i in range(size)])
+        return torch.stack(
+            [r[i] - sum(r[j] for j in range(size) if j != i) / (size - 1) for i in range(size)]
+        )
     centred = r - r.mean()
     if score == "dr_grpo":
         return centred
@@ -178,7 +192,8 @@ def reference_loss(
 def objective_gradient(
     objective: Objective, batch: Batch, prepared: Prepared, cuts: int = 1, seed: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """d(sum of token_loss)/d logprobs [t], and the sum, as an engine computes it: micro-batches, masked sums, no division.
+    """d(sum of token_loss)/d logprobs [t], and the sum, as an engine computes it: micro-batches,
+    masked sums, no division.
 
     Whole samples are assigned to `cuts` micro-batches in a random order, so siblings are separated.
     """

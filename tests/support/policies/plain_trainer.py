@@ -1,6 +1,8 @@
-"""A plain training loop as the reference: transformers, autograd through the whole loss, torch's AdamW.
+"""A plain training loop as the reference: transformers, autograd through the whole loss, torch's
+AdamW.
 
-It uses none of the package's arithmetic: the losses are the formulas of objective.md on log-probs with a graph.
+It uses none of the package's arithmetic: the losses are the formulas of objective.md on log-probs
+with a graph.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ Loss = Callable[[Logps], torch.Tensor]
 def plain_logprobs(
     model: Any, facts: SampleFacts, tokens: TokenBuffers, temperature: float = 1.0
 ) -> tuple[Logps, Logps]:
-    """(log-probs, entropies), both with graph, of every sample from plain transformers, one sample at a time, unpacked."""
-    logps, entropies = [], []
+    """(log-probs, entropies), both with graph, of every sample from plain transformers, one sample
+    at a time, unpacked.
+    """
+    logps = []
+    entropies = []
     for row in range(facts.num_samples):
-        ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
+        ids = torch.from_numpy(
+            tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64)
+        )
         start = int(facts.prompt_lens[row])
-        every = torch.log_softmax(model(ids[None]).logits[0].float()[start - 1 : -1] / temperature, dim=-1)
+        every = torch.log_softmax(
+            model(ids[None]).logits[0].float()[start - 1 : -1] / temperature, dim=-1
+        )
         logps.append(every.gather(1, ids[start:, None])[:, 0])
         entropies.append(-(every.exp() * every).sum(-1))
     return logps, entropies
@@ -50,8 +59,10 @@ def grpo_loss(
     *,
     factors: Logps | None = None,
 ) -> Loss:
-    """Clipped ratio times (R - mean)/(std + 1e-6), mean over all tokens, plus kl_coef * k3. No `starts`: ratio 1.
-    `factors` [response] of each sample multiply the first term."""
+    """Clipped ratio times (R - mean)/(std + 1e-6), mean over all tokens, plus kl_coef * k3.
+
+    No `starts`: ratio 1. `factors` [response] of each sample multiply the first term.
+    """
     advantages = np.empty(facts.num_samples)
     for group in np.unique(facts.groups):
         rows = facts.groups == group
@@ -87,9 +98,14 @@ class PlainTrainer:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.clip, self.temperature = clip, temperature
+        self.clip = clip
+        self.temperature = temperature
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["adam_eps"], weight_decay=0.0
+            self.model.parameters(),
+            lr=OPTIMIZER["lr"],
+            betas=(0.9, 0.95),
+            eps=OPTIMIZER["adam_eps"],
+            weight_decay=0.0,
         )
 
     def logprobs(self, facts: SampleFacts, tokens: TokenBuffers) -> Logps:
@@ -100,12 +116,21 @@ class PlainTrainer:
     def entropy_mean(self, facts: SampleFacts, tokens: TokenBuffers) -> float:
         """Over all response tokens."""
         with torch.no_grad():
-            return float(torch.cat(plain_logprobs(self.model, facts, tokens, self.temperature)[1]).mean())
+            return float(
+                torch.cat(plain_logprobs(self.model, facts, tokens, self.temperature)[1]).mean()
+            )
 
     def update(
-        self, facts: SampleFacts, tokens: TokenBuffers, loss: Loss | Callable[[Logps, Logps], torch.Tensor]
+        self,
+        facts: SampleFacts,
+        tokens: TokenBuffers,
+        loss: Loss | Callable[[Logps, Logps], torch.Tensor],
     ) -> tuple[float, float]:
-        """One update. Returns (loss, gradient norm before clipping). A loss with two arguments receives the entropies too."""
+        """One update.
+
+        Returns (loss, gradient norm before clipping). A loss with two arguments receives the
+        entropies too.
+        """
         self.optimizer.zero_grad()
         found = plain_logprobs(self.model, facts, tokens, self.temperature)
         value = loss(*found[: len(inspect.signature(loss).parameters)])

@@ -1,4 +1,7 @@
-"""Errors planted into the product, for tests of `certify`. Its processes fork, so a patch reaches the ranks."""
+"""Errors planted into the product, for tests of `certify`.
+
+Its processes fork, so a patch reaches the ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,24 @@ import torch
 
 from pacs_megatron.observability.metrics import MetricSums
 
-OBJECTIVES, BATCHING, POLICY = "pacs_megatron.objectives", "pacs_megatron.batching", "pacs_megatron.policy"
+OBJECTIVES = "pacs_megatron.objectives"
+BATCHING = "pacs_megatron.batching"
+POLICY = "pacs_megatron.policy"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 FROZEN = {"objective": {"name": "pacs", "reference": "frozen", "reset_every": 2}}
-GRPO = {"objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "loss_mean": "sequence"}}
-DECAY = {"optimizer": {"weight_decay": 0.1, "schedule": "linear", "min_lr": 1e-7, "warmup_updates": 2}}
+GRPO = {
+    "objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "loss_mean": "sequence"}
+}
+DECAY = {
+    "optimizer": {"weight_decay": 0.1, "schedule": "linear", "min_lr": 1e-7, "warmup_updates": 2}
+}
 CLIPPED = {"objective": {"name": "pacs", "clip_grad": 1.0}}
 PIPELINE = {"parallel": {"tp": 1, "pp": 2}}
 SEQUENCE_PARALLEL = {"parallel": {"tp": 2, "sequence_parallel": True}}
 CONTEXT = {"parallel": {"tp": 1, "cp": 2}}
-TEMPERATURE = {"rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100, "temperature": 0.7}}}
+TEMPERATURE = {
+    "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 100, "temperature": 0.7}}
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +114,16 @@ def _in_bits(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _off_by_a_thousandth(original: Any, minibatch: Any, found: Any) -> Any:
     return original(
-        minibatch, {name: {r: v + np.float32(1e-3) for r, v in rows.items()} for name, rows in found.items()}
+        minibatch,
+        {name: {r: v + np.float32(1e-3) for r, v in rows.items()} for name, rows in found.items()},
     )
 
 
 def _reversed_coefficients(original: Any, *args: Any) -> Any:
     prepared = original(*args)
-    return replace(prepared, per_sample={name: values.flip(0) for name, values in prepared.per_sample.items()})
+    return replace(
+        prepared, per_sample={name: values.flip(0) for name, values in prepared.per_sample.items()}
+    )
 
 
 def _decay_everything(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,15 +241,19 @@ def _forget(name: str) -> Callable[[Any], None]:
 
 
 PLANTED: dict[str, Planted] = {
-    # ---------------------------------------------------------------------------------------------------- objective
+    # ----------------------------------------------------------------------------------------------------
+    # objective
     "score without G/(G-1)": Planted(
         target=f"{OBJECTIVES}.shared.scores._leave_one_out",
         change=lambda original, groups: torch.ones_like(original(groups)),
     ),
     "class weights squared": Planted(
-        target=f"{OBJECTIVES}.pacs.class_weights", change=lambda original, *args: original(*args) ** 2
+        target=f"{OBJECTIVES}.pacs.class_weights",
+        change=lambda original, *args: original(*args) ** 2,
     ),
-    "slope of wrong responses 2 % low": Planted(target=f"{OBJECTIVES}.pacs.sample_loss", change=_wrong_slope),
+    "slope of wrong responses 2 % low": Planted(
+        target=f"{OBJECTIVES}.pacs.sample_loss", change=_wrong_slope
+    ),
     "biased standard deviation": Planted(
         target="pacs_megatron.objectives.shared.sample_table.SampleTable.std",
         change=lambda original, self, values: torch.sqrt(self.total(values * values) / self.sizes),
@@ -258,21 +276,34 @@ PLANTED: dict[str, Planted] = {
     ),
     "ratio never clipped from below": Planted(
         target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient.__init__",
-        change=lambda original, self, options: original(self, options.model_copy(update={"clip_low": 0.99})),
+        change=lambda original, self, options: original(
+            self, options.model_copy(update={"clip_low": 0.99})
+        ),
         changes=GRPO,
     ),
-    # --------------------------------------------------------------------------------------------------- batch plan
+    # ---------------------------------------------------------------------------------------------------
+    # batch plan
     "the last sample of a step is lost": Planted(
         target=f"{BATCHING}.split.split_by_group", change=_without_last_sample
     ),
     "mini-batches in the other order": Planted(
-        target=f"{BATCHING}.split.split_by_group", change=lambda original, *args: original(*args)[::-1]
+        target=f"{BATCHING}.split.split_by_group",
+        change=lambda original, *args: original(*args)[::-1],
     ),
-    "a micro-batch is trained twice": Planted(target=f"{BATCHING}.split.plan_microbatches", change=_twice),
-    "labels one token late": Planted(target=f"{POLICY}.engine.build_microbatch", change=_late_labels),
-    "samples of a pack attend to each other": Planted(target=f"{POLICY}.engine.build_microbatch", change=_one_sequence),
-    # --------------------------------------------------------------------------------------------------------- head
-    "gradient of the head 0.1 % high": Planted(target=f"{POLICY}.model.token_logprobs", change=_steep),
+    "a micro-batch is trained twice": Planted(
+        target=f"{BATCHING}.split.plan_microbatches", change=_twice
+    ),
+    "labels one token late": Planted(
+        target=f"{POLICY}.engine.build_microbatch", change=_late_labels
+    ),
+    "samples of a pack attend to each other": Planted(
+        target=f"{POLICY}.engine.build_microbatch", change=_one_sequence
+    ),
+    # ---------------------------------------------------------------------------------------------------------
+    # head
+    "gradient of the head 0.1 % high": Planted(
+        target=f"{POLICY}.model.token_logprobs", change=_steep
+    ),
     "padding of the vocabulary has probability": Planted(
         target=f"{POLICY}.head._Head.num_valid", change=lambda original, self: self.weight.shape[0]
     ),
@@ -282,9 +313,12 @@ PLANTED: dict[str, Planted] = {
         changes=TEMPERATURE,
     ),
     "entropy in bits": Planted(target=f"{POLICY}.model.token_logprobs", change=_in_bits),
-    # ------------------------------------------------------------------------------------------------------- passes
+    # -------------------------------------------------------------------------------------------------------
+    # passes
     "reference pass with the policy's weights": Planted(
-        target=f"{POLICY}.weights.Snapshot._swap", change=lambda original, self: None, changes=FROZEN
+        target=f"{POLICY}.weights.Snapshot._swap",
+        change=lambda original, self: None,
+        changes=FROZEN,
     ),
     "log-probs of the step's start 0.001 high": Planted(
         target="pacs_megatron.training.step.with_logprobs", change=_off_by_a_thousandth
@@ -292,7 +326,8 @@ PLANTED: dict[str, Planted] = {
     "coefficients of a micro-batch in the other order": Planted(
         target=f"{POLICY}.microbatch.UpdateLoss._coupled", change=_reversed_coefficients
     ),
-    # ---------------------------------------------------------------------------------------------------- optimizer
+    # ----------------------------------------------------------------------------------------------------
+    # optimizer
     "norms decay": Planted(
         target=f"{POLICY}.optimizer.get_megatron_optimizer", change=_decay_everything, changes=DECAY
     ),
@@ -309,21 +344,32 @@ PLANTED: dict[str, Planted] = {
         changes=DECAY,
     ),
     "moments survive a reset of the reference": Planted(
-        target=f"{POLICY}.optimizer.Optimizer.reset_moments", change=lambda original, self: None, changes=FROZEN
+        target=f"{POLICY}.optimizer.Optimizer.reset_moments",
+        change=lambda original, self: None,
+        changes=FROZEN,
     ),
     "second moment decays as the first": Planted(
         target=f"{POLICY}.optimizer.OptimizerConfig",
-        change=lambda original, **options: original(**options | {"adam_beta2": options["adam_beta1"]}),
+        change=lambda original, **options: original(
+            **options | {"adam_beta2": options["adam_beta1"]}
+        ),
     ),
-    "gradients 0.1 % low": Planted(target=f"{POLICY}.engine.finalize_model_grads", change=_half_gradients),
-    "one data-parallel rank drifts": Planted(target=f"{POLICY}.optimizer.Optimizer.step", change=_one_rank_drifts),
-    # ------------------------------------------------------------------------------------------------------- resume
+    "gradients 0.1 % low": Planted(
+        target=f"{POLICY}.engine.finalize_model_grads", change=_half_gradients
+    ),
+    "one data-parallel rank drifts": Planted(
+        target=f"{POLICY}.optimizer.Optimizer.step", change=_one_rank_drifts
+    ),
+    # -------------------------------------------------------------------------------------------------------
+    # resume
     "moments are not restored": Planted(
         target="pacs_megatron.training.saving.resume",
         change=_after_resume(lambda run: run.policy.optimizer.reset_moments()),
     ),
     "the schedule starts again": Planted(
-        target="pacs_megatron.training.saving.resume", change=_after_resume(_forget_schedule), changes=DECAY
+        target="pacs_megatron.training.saving.resume",
+        change=_after_resume(_forget_schedule),
+        changes=DECAY,
     ),
     "the reference is not restored": Planted(
         target="pacs_megatron.training.saving.resume",
@@ -339,13 +385,17 @@ PLANTED: dict[str, Planted] = {
     "resumed weights are rounded": Planted(
         target="pacs_megatron.training.saving.resume", change=_after_resume(_round_weights)
     ),
-    # --------------------------------------------------------------------------------------------------- conversion
+    # ---------------------------------------------------------------------------------------------------
+    # conversion
     "gate and up are swapped": Planted(
-        target="pacs_megatron.models.table.Rows.to_hf", change=lambda original, *args: original(*args)[::-1]
+        target="pacs_megatron.models.table.Rows.to_hf",
+        change=lambda original, *args: original(*args)[::-1],
     ),
     "key and value are swapped": Planted(
         target="pacs_megatron.models.table.Qkv.to_megatron",
-        change=lambda original, self, tensors, dims: original(self, [tensors[0], tensors[2], tensors[1]], dims),
+        change=lambda original, self, tensors, dims: original(
+            self, [tensors[0], tensors[2], tensors[1]], dims
+        ),
     ),
     "the export rounds": Planted(
         target="pacs_megatron.checkpoint.hf_folder.HfFolderWriter.put",
@@ -355,18 +405,27 @@ PLANTED: dict[str, Planted] = {
     ),
     "experts in the other order": Planted(
         target="pacs_megatron.convert.convert.Entry.to_hf",
-        change=lambda original, self, tensor: tuple(part.flip(0) for part in original(self, tensor)),
+        change=lambda original, self, tensor: tuple(
+            part.flip(0) for part in original(self, tensor)
+        ),
         family="qwen3_moe",
     ),
-    # ------------------------------------------------------------------------------------------------- second round
-    "beta of the scores 1 % low": Planted(target=f"{OBJECTIVES}.pacs.Pacs.token_scores", change=_low_scores),
+    # -------------------------------------------------------------------------------------------------
+    # second round
+    "beta of the scores 1 % low": Planted(
+        target=f"{OBJECTIVES}.pacs.Pacs.token_scores", change=_low_scores
+    ),
     "the last token of a response has no loss": Planted(
         target=f"{POLICY}.microbatch.build_record",
-        change=lambda original, batch, *args, **kwargs: _masked(batch, original(batch, *args, **kwargs)),
+        change=lambda original, batch, *args, **kwargs: _masked(
+            batch, original(batch, *args, **kwargs)
+        ),
     ),
     "the reference is never reset": Planted(
         target=f"{POLICY}.engine.MegatronPolicy.take_reference",
-        change=lambda original, self, **kw: self.optimizer.reset_moments() if self.reference else original(self, **kw),
+        change=lambda original, self, **kw: (
+            self.optimizer.reset_moments() if self.reference else original(self, **kw)
+        ),
         changes=FROZEN,
     ),
     "group size of the configuration in the leave-one-out score": Planted(
@@ -376,7 +435,9 @@ PLANTED: dict[str, Planted] = {
     "bf16 logits": Planted(target=f"{POLICY}.head._Head.logits", change=_rounded_logits),
     "query heads of the conversion in the other order": Planted(
         target="pacs_megatron.models.table.Qkv.to_hf",
-        change=lambda original, self, *args: (lambda q, *others: (q.flip(0), *others))(*original(self, *args)),
+        change=lambda original, self, *args: (lambda q, *others: (q.flip(0), *others))(
+            *original(self, *args)
+        ),
     ),
     "the last micro-batch of a rank is lost": Planted(
         target=f"{BATCHING}.split.plan_microbatches", change=_without_last_microbatch
@@ -384,14 +445,18 @@ PLANTED: dict[str, Planted] = {
     "N of one data-parallel rank": Planted(
         target=f"{POLICY}.microbatch.UpdateLoss._coupled",
         change=lambda original, *args: (
-            lambda prepared: replace(prepared, per_sample={k: 2 * v for k, v in prepared.per_sample.items()})
+            lambda prepared: replace(
+                prepared, per_sample={k: 2 * v for k, v in prepared.per_sample.items()}
+            )
         )(original(*args)),
     ),
     "epsilon of Adam ten times as large": Planted(
-        target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 10 * value)
+        target=f"{POLICY}.optimizer.OptimizerConfig",
+        change=_option("adam_eps", lambda value: 10 * value),
     ),
     "weight decay 10 % low": Planted(
-        target=f"{POLICY}.optimizer.OptimizerParamScheduler",  # it sets the rate and the decay of each update
+        # It sets the rate and the decay of each update.
+        target=f"{POLICY}.optimizer.OptimizerParamScheduler",
         change=lambda original, *args, **options: original(
             *args, **options | {name: 0.9 * options[name] for name in ("start_wd", "end_wd")}
         ),
@@ -422,7 +487,9 @@ PLANTED: dict[str, Planted] = {
         target=f"{POLICY}.engine.transformer_config", change=_with(layernorm_epsilon=1e-5)
     ),
     "weights of the chosen experts are not normalised": Planted(
-        target=f"{POLICY}.engine.transformer_config", change=_with(moe_router_pre_softmax=True), family="qwen3_moe"
+        target=f"{POLICY}.engine.transformer_config",
+        change=_with(moe_router_pre_softmax=True),
+        family="qwen3_moe",
     ),
     "scores of one context-parallel rank": Planted(
         target=f"{POLICY}.microbatch.MicroBatch.gather", change=_own_part, changes=CONTEXT

@@ -1,4 +1,6 @@
-"""A fourth round of planted errors for `certify`: experts of the sampler, and parts of a step that no earlier round touches."""
+"""A fourth round of planted errors for `certify`: experts of the sampler, and parts of a step that
+no earlier round touches.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _of_neighbour(original: Any, minibatch: Any, found: Any) -> Any:
         return minibatch
     rows = sorted(minibatch.routes)
     others = dict(zip(rows, rows[1:] + rows[:1], strict=True))
-    routes = {row: np.resize(minibatch.routes[others[row]], minibatch.routes[row].shape) for row in rows}
+    routes = {
+        row: np.resize(minibatch.routes[others[row]], minibatch.routes[row].shape) for row in rows
+    }
     return replace(minibatch, routes=routes)
 
 
@@ -65,7 +69,9 @@ def _without_kl_gradient(original: Any, self: Any, tokens: Any) -> Any:
     return original(self, tokens).detach()
 
 
-def _without_entropy_gradient(original: Any, batch: Any, logprobs: Any, entropy: Any, **options: Any) -> Any:
+def _without_entropy_gradient(
+    original: Any, batch: Any, logprobs: Any, entropy: Any, **options: Any
+) -> Any:
     return original(batch, logprobs, None if entropy is None else entropy.detach(), **options)
 
 
@@ -78,13 +84,17 @@ def _short_means(original: Any, self: Any, values: Any) -> Any:
 def _without_single_tokens(original: Any, facts: Any, **options: Any) -> Any:
     plan = original(facts, **options)
     keep = facts.response_lens > 1
-    return replace(plan, by_dp_rank=tuple(tuple(rows[keep[rows]] for rows in own) for own in plan.by_dp_rank))
+    return replace(
+        plan, by_dp_rank=tuple(tuple(rows[keep[rows]] for rows in own) for own in plan.by_dp_rank)
+    )
 
 
 def _all_together(original: Any, minibatch: Any, objective: Any) -> Any:
     """Groups that are in several micro-batches count as whole."""
     minibatch = original(minibatch, objective)
-    return replace(minibatch, plan=replace(minibatch.plan, together=np.ones_like(minibatch.plan.together)))
+    return replace(
+        minibatch, plan=replace(minibatch.plan, together=np.ones_like(minibatch.plan.together))
+    )
 
 
 def _derivative_without_temperature(original: Any, self: Any, *args: Any) -> Any:
@@ -125,7 +135,10 @@ FOURTH: dict[str, Planted] = {
         family="qwen3_moe",
     ),
     "each sample has the experts of the next one": Planted(
-        target="pacs_megatron.training.step.with_logprobs", change=_of_neighbour, changes=ROUTED, family="qwen3_moe"
+        target="pacs_megatron.training.step.with_logprobs",
+        change=_of_neighbour,
+        changes=ROUTED,
+        family="qwen3_moe",
     ),
     "the sampler's experts are not replayed": Planted(
         target=f"{POLICY}.routing.Routing.__init__",
@@ -134,10 +147,14 @@ FOURTH: dict[str, Planted] = {
         family="qwen3_moe",
     ),
     "the KL has no gradient": Planted(
-        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._kl", change=_without_kl_gradient, changes=GRPO
+        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._kl",
+        change=_without_kl_gradient,
+        changes=GRPO,
     ),
     "the entropy has no gradient": Planted(
-        target=f"{POLICY}.microbatch.build_record", change=_without_entropy_gradient, changes=ENTROPY
+        target=f"{POLICY}.microbatch.build_record",
+        change=_without_entropy_gradient,
+        changes=ENTROPY,
     ),
     "the ratio to the sampler divides by one token less": Planted(
         target=f"{POLICY}.microbatch.MicroBatch.means",

@@ -1,4 +1,6 @@
-"""A third round of planted errors for `certify`, chosen without looking at its comparisons; `PLANTED` has all rounds."""
+"""A third round of planted errors for `certify`, chosen without looking at its comparisons;
+`PLANTED` has all rounds.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _of_the_minibatch(original: Any, labels: Any, groups: Any, weighting: Any) -
 def _half_in_one_class(original: Any, labels: Any, groups: Any, weighting: Any) -> Any:
     weights = original(labels, groups, weighting)
     positives = groups.total(labels)[groups.of_sample]
-    return torch.where((positives == 0) | (positives == groups.sizes[groups.of_sample]), 0.5 * weights, weights)
+    return torch.where(
+        (positives == 0) | (positives == groups.sizes[groups.of_sample]), 0.5 * weights, weights
+    )
 
 
 def _bounds_one_late(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +60,9 @@ def _frozen_norm(original: Any, chunks: Any, *args: Any) -> Any:
 
 def _present_start(original: Any, run: Any, step: Any, minibatch: Any, inputs: Any) -> Any:
     if minibatch.index and minibatch.step_start_logprobs is not None:
-        minibatch = replace(minibatch, step_start_logprobs=run.policy.logprobs(minibatch, "step_start"))
+        minibatch = replace(
+            minibatch, step_start_logprobs=run.policy.logprobs(minibatch, "step_start")
+        )
     return original(run, step, minibatch, inputs)
 
 
@@ -78,7 +84,9 @@ def _embeddings_without_decay(original: Any, *args: Any, **kwargs: Any) -> Any:
         for group in list(groups):
             embeddings = [p for p in group["params"] if p.ndim == 2 and p.shape[0] >= 100]
             if embeddings and group["wd_mult"]:
-                group["params"] = [p for p in group["params"] if all(p is not e for e in embeddings)]
+                group["params"] = [
+                    p for p in group["params"] if all(p is not e for e in embeddings)
+                ]
                 groups.append({**group, "params": embeddings, "wd_mult": 0.0})
     return optimizer
 
@@ -127,7 +135,9 @@ THIRD: dict[str, Planted] = {
     ),
     "no upper limit of a ratio with negative advantage": Planted(
         target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient.__init__",
-        change=lambda original, self, options: original(self, options.model_copy(update={"clip_high": 10.0})),
+        change=lambda original, self, options: original(
+            self, options.model_copy(update={"clip_high": 10.0})
+        ),
         changes=GRPO,
     ),
     "the first token of a packed sample belongs to the one before": Planted(
@@ -136,20 +146,27 @@ THIRD: dict[str, Planted] = {
     "samples of the smallest group are left out of N": Planted(
         target=f"{BATCHING}.split.split_by_group",
         change=lambda original, facts, count: [
-            rows if len(rows) < 5 else rows[: -1 if len(rows) % 2 else None] for rows in original(facts, count)
+            rows if len(rows) < 5 else rows[: -1 if len(rows) % 2 else None]
+            for rows in original(facts, count)
         ],
     ),
-    "the final norm is not trained": Planted(target=f"{POLICY}.engine.wrap_for_training", change=_frozen_norm),
+    "the final norm is not trained": Planted(
+        target=f"{POLICY}.engine.wrap_for_training", change=_frozen_norm
+    ),
     "step-start log-probs of the update's weights": Planted(
         target="pacs_megatron.training.step.update", change=_present_start, changes=GRPO | FOUR
     ),
     "step-start pass at temperature 1": Planted(
-        target=f"{POLICY}.engine.MegatronPolicy.logprobs", change=_at_temperature_1, changes=TEMPERATURE
+        target=f"{POLICY}.engine.MegatronPolicy.logprobs",
+        change=_at_temperature_1,
+        changes=TEMPERATURE,
     ),
     "scale of the attention 0.1 % low": Planted(
         target=f"{POLICY}.engine.transformer_config",
         change=lambda original, spec, *args: (
-            lambda config: (setattr(config, "softmax_scale", 0.999 * spec.head_dim**-0.5), config)[1]  # type: ignore[func-returns-value]
+            lambda config: (setattr(config, "softmax_scale", 0.999 * spec.head_dim**-0.5), config)[
+                1
+            ]  # type: ignore[func-returns-value]
         )(original(spec, *args)),
     ),
     "decay at the peak rate": Planted(
@@ -158,7 +175,9 @@ THIRD: dict[str, Planted] = {
         changes=DECAY,
     ),
     "embeddings do not decay": Planted(
-        target=f"{POLICY}.optimizer.get_megatron_optimizer", change=_embeddings_without_decay, changes=DECAY
+        target=f"{POLICY}.optimizer.get_megatron_optimizer",
+        change=_embeddings_without_decay,
+        changes=DECAY,
     ),
     "first moments are restored one row late": Planted(
         target="pacs_megatron.training.saving.resume", change=_after_resume(_rolled_moments)
@@ -177,7 +196,9 @@ THIRD: dict[str, Planted] = {
         family="qwen3_moe",
     ),
     "one update more until the lowest rate": Planted(
-        target=f"{POLICY}.optimizer.OptimizerParamScheduler", change=_one_decay_update_more, changes=DECAY
+        target=f"{POLICY}.optimizer.OptimizerParamScheduler",
+        change=_one_decay_update_more,
+        changes=DECAY,
     ),
     "planned updates without groups do not move the schedule": Planted(
         target=f"{POLICY}.optimizer.Optimizer.advance_schedule",
@@ -200,7 +221,8 @@ THIRD: dict[str, Planted] = {
         changes={"objective": {"name": "ppo", "gamma": 0.9}},
     ),
     "epsilon of Adam 5 % high": Planted(
-        target=f"{POLICY}.optimizer.OptimizerConfig", change=_option("adam_eps", lambda value: 1.05 * value)
+        target=f"{POLICY}.optimizer.OptimizerConfig",
+        change=_option("adam_eps", lambda value: 1.05 * value),
     ),
 }
 PLANTED = EARLIER | THIRD | FOURTH

@@ -11,10 +11,16 @@ import torch
 
 from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.batching.tables import select_tokens
-from pacs_megatron.config.schema import Fp8Options, OptimizerOptions, ParallelOptions, PrecisionOptions
+from pacs_megatron.config.schema import (
+    Fp8Options,
+    OptimizerOptions,
+    ParallelOptions,
+    PrecisionOptions,
+)
 from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
-# adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns rounding noise of a zero
+# adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns
+# rounding noise of a zero
 # gradient into a full step, so that two correct implementations differ.
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-3}
 CLIP_GRAD = 1.0
@@ -35,7 +41,10 @@ def make_policy(
     head: Literal["bf16", "fp32"] = "bf16",
     **parallel: Any,
 ) -> Any:
-    """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder. Call it inside `run_ranks`."""
+    """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder.
+
+    Call it inside `run_ranks`.
+    """
     from safetensors.torch import load_file
 
     from pacs_megatron.models import load_spec
@@ -58,7 +67,9 @@ def make_policy(
         load_spec(folder),
         rank,
         parallel=options,
-        precision_options=PrecisionOptions(dtype=dtype, head=head, fp8=None if fp8 is None else Fp8Options(**fp8)),
+        precision_options=PrecisionOptions(
+            dtype=dtype, head=head, fp8=None if fp8 is None else Fp8Options(**fp8)
+        ),
         optimizer=OptimizerOptions(**(OPTIMIZER | (optimizer or {}))),
         clip_grad=clip_grad,
         total_updates=total_updates,
@@ -76,7 +87,12 @@ def random_step(
 ) -> tuple[SampleFacts, TokenBuffers]:
     """Ragged prompts and responses with mixed labels; siblings share their prompt."""
     rng = np.random.default_rng(seed)
-    ids, groups, labels, prompt_lens, response_lens, tokens = [], [], [], [], [], []
+    ids = []
+    groups = []
+    labels = []
+    prompt_lens = []
+    response_lens = []
+    tokens = []
     for group in range(num_groups):
         prompt = rng.integers(0, vocab, rng.integers(3, 9))
         for sample in range(group_size):
@@ -87,7 +103,8 @@ def random_step(
             prompt_lens.append(len(prompt))
             response_lens.append(len(response))
             tokens.append(np.concatenate([prompt, response]).astype(np.int32))
-    labels[0], labels[1] = 0.0, 1.0
+    labels[0] = 0.0
+    labels[1] = 1.0
     facts = SampleFacts(
         ids=tuple(ids),
         groups=np.array(groups, dtype=np.int64),
@@ -117,7 +134,10 @@ def make_part(
 ) -> MiniBatch:
     """The mini-batch of update `index` of its step, with this rank's share of the tokens."""
     plan = plan_microbatches(
-        facts, layout=policy.rank.layout, tokens_per_microbatch=tokens_per_microbatch, keep_groups=keep_groups
+        facts,
+        layout=policy.rank.layout,
+        tokens_per_microbatch=tokens_per_microbatch,
+        keep_groups=keep_groups,
     )
     mine = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
     return MiniBatch(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan, index=index)
@@ -125,11 +145,16 @@ def make_part(
 
 def with_passes(policy: Any, objective: Any, minibatch: MiniBatch) -> MiniBatch:
     """The mini-batch with the log-probs that the objective needs before its update."""
-    found = {f"{name}_logprobs": policy.logprobs(minibatch, name) for name in objective.logprob_passes(minibatch.index)}
+    found = {
+        f"{name}_logprobs": policy.logprobs(minibatch, name)
+        for name in objective.logprob_passes(minibatch.index)
+    }
     return replace(minibatch, **found)
 
 
-def train(policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffers]], **part_options: Any) -> list[Any]:
+def train(
+    policy: Any, objective: Any, steps: list[tuple[SampleFacts, TokenBuffers]], **part_options: Any
+) -> list[Any]:
     """Runs one update with all passes that the objective needs; returns the reports."""
     reports = []
     for facts, tokens in steps:
@@ -142,7 +167,9 @@ def reference_logprobs(model: Any, facts: SampleFacts, tokens: TokenBuffers) -> 
     """Per sample, float32 [response] from plain transformers, one sample at a time, unpacked."""
     found = []
     for row in range(facts.num_samples):
-        ids = torch.from_numpy(tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64))
+        ids = torch.from_numpy(
+            tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64)
+        )
         logits = model(ids[None]).logits[0].float()
         start = int(facts.prompt_lens[row])
         logp = torch.log_softmax(logits[start - 1 : -1], dim=-1)
@@ -151,9 +178,14 @@ def reference_logprobs(model: Any, facts: SampleFacts, tokens: TokenBuffers) -> 
 
 
 def reference_pacs_loss(
-    logps: list[torch.Tensor], starts: list[torch.Tensor], facts: SampleFacts, factors: list[float] | None = None
+    logps: list[torch.Tensor],
+    starts: list[torch.Tensor],
+    facts: SampleFacts,
+    factors: list[float] | None = None,
 ) -> torch.Tensor:
-    """objective.md's (2), (6), (7), (8) in plain autograd: rloo, beta 1, weights `question`, times `factors`."""
+    """objective.md's (2), (6), (7), (8) in plain autograd: rloo, beta 1, weights `question`, times
+    `factors`.
+    """
     proxies = torch.stack([(p - s).sum() for p, s in zip(logps, starts, strict=True)]).double()
     total = torch.zeros((), dtype=torch.float64)
     for group in range(facts.num_groups):
@@ -165,7 +197,9 @@ def reference_pacs_loss(
             weight = 1.0 if same == len(members) else len(members) / (2 * same)
             weight *= 1.0 if factors is None else factors[i]
             label = torch.tensor(facts.labels[i], dtype=torch.float64)
-            total = total + weight * torch.nn.functional.binary_cross_entropy_with_logits(psi, label)
+            total = total + weight * torch.nn.functional.binary_cross_entropy_with_logits(
+                psi, label
+            )
     return total / facts.num_samples
 
 
@@ -177,7 +211,11 @@ class ReferenceTrainer:
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["adam_eps"], weight_decay=0.0
+            self.model.parameters(),
+            lr=OPTIMIZER["lr"],
+            betas=(0.9, 0.95),
+            eps=OPTIMIZER["adam_eps"],
+            weight_decay=0.0,
         )
 
     def step(self, facts: SampleFacts, tokens: TokenBuffers) -> tuple[float, float]:

@@ -1,8 +1,10 @@
-"""PPO with a critic as the papers write it: transformers in float64, autograd through whole mini-batches, torch's AdamW.
+"""PPO with a critic as the papers write it: transformers in float64, autograd through whole
+mini-batches, torch's AdamW.
 
-The critic is transformers' class for token classification with one label. GAE is the double sum of its definition. Both
-models are those of `certify`'s reference, which imports nothing of the package: with experts the policy's updates replay
-the choice of the step's start, as documented, and the critic chooses in each pass. Of the package it uses data classes only.
+The critic is transformers' class for token classification with one label. GAE is the double sum of
+its definition. Both models are those of `certify`'s reference, which imports nothing of the
+package: with experts the policy's updates replay the choice of the step's start, as documented, and
+the critic chooses in each pass. Of the package it uses data classes only.
 """
 
 from __future__ import annotations
@@ -33,11 +35,18 @@ PPO: dict[str, Any] = {
 """Clips so narrow that they bind within a few updates."""
 
 
-def gae_by_definition(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+def gae_by_definition(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
+) -> list[float]:
     """A_t = sum over l of (gamma lam)^l delta_{t+l}; no value after the last token."""
     length = len(values)
-    delta = [rewards[t] + (gamma * values[t + 1] if t + 1 < length else 0.0) - values[t] for t in range(length)]
-    return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)]
+    delta = [
+        rewards[t] + (gamma * values[t + 1] if t + 1 < length else 0.0) - values[t]
+        for t in range(length)
+    ]
+    return [
+        sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)
+    ]
 
 
 def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
@@ -49,9 +58,12 @@ def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
 class PpoReference:
     """Policy and critic, each with its AdamW."""
 
-    def __init__(self, folder: Path, critic_folder: Path, options: dict[str, Any], critic_lr: float) -> None:
+    def __init__(
+        self, folder: Path, critic_folder: Path, options: dict[str, Any], critic_lr: float
+    ) -> None:
         self.options = options
-        self.policy, self.frozen = Model(folder, 1.0), Model(folder, 1.0)
+        self.policy = Model(folder, 1.0)
+        self.frozen = Model(folder, 1.0)
         self.critic = Model(critic_folder, 1.0)
         self.routes: dict[int, list[Tensor | None]] = {}
         """row -> the policy's experts of each layer at the step's start"""
@@ -62,12 +74,26 @@ class PpoReference:
         }
         self.numbers: dict[str, list[tuple[float, float]]] = {"policy": [], "critic": []}
 
-    def run(self, model: Model, tokens: TokenBuffers, facts: SampleFacts, row: int, *, replays: bool = False) -> Tensor:
-        """Log-probs or values of one sample's response tokens. `replays`: with the policy's experts of the step's start."""
-        ids, prompt_len = tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]], int(facts.prompt_lens[row])
+    def run(
+        self,
+        model: Model,
+        tokens: TokenBuffers,
+        facts: SampleFacts,
+        row: int,
+        *,
+        replays: bool = False,
+    ) -> Tensor:
+        """Log-probs or values of one sample's response tokens.
+
+        `replays`: with the policy's experts of the step's start.
+        """
+        ids = tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]]
+        prompt_len = int(facts.prompt_lens[row])
         if model is self.critic:
             return model.values(ids, prompt_len)
-        logps, _ = model.sample(ids, prompt_len, self.routes[row] if replays else [None] * len(model.routers))
+        logps, _ = model.sample(
+            ids, prompt_len, self.routes[row] if replays else [None] * len(model.routers)
+        )
         if model is self.policy and not replays:
             self.routes[row] = [router.chosen for router in model.routers]
         return logps
@@ -82,14 +108,19 @@ class PpoReference:
         warmup: int = 0,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """All updates of one step. `warmup`: first ones without the policy. `rates`: factors of the learning rates."""
-        o, rows = self.options, range(facts.num_samples)
+        """All updates of one step.
+
+        `warmup`: first ones without the policy. `rates`: factors of the learning rates.
+        """
+        o = self.options
+        rows = range(facts.num_samples)
         with torch.no_grad():
             starts, frozen, values = (
                 [self.run(model, tokens, facts, row) for row in rows]
                 for model in (self.policy, self.frozen, self.critic)
             )
-        advantages, returns = [], []
+        advantages = []
+        returns = []
         for row in rows:
             rewards = -o.get("kl_coef", 0.0) * (starts[row] - frozen[row])
             rewards[-1] += facts.rewards[row]
@@ -105,13 +136,18 @@ class PpoReference:
             if number >= warmup:
                 loss = torch.zeros((), dtype=torch.float64)
                 for row in part:
-                    ratio = (self.run(self.policy, tokens, facts, row, replays=True) - starts[row]).exp()
+                    ratio = (
+                        self.run(self.policy, tokens, facts, row, replays=True) - starts[row]
+                    ).exp()
                     bounded = ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"])
-                    loss = loss - torch.minimum(ratio * white[row], bounded * white[row]).sum() / count
+                    loss = (
+                        loss - torch.minimum(ratio * white[row], bounded * white[row]).sum() / count
+                    )
                 self._update("policy", self.policy, loss)
             loss = torch.zeros((), dtype=torch.float64)
             for row in part:
-                value, bound = self.run(self.critic, tokens, facts, row), o["value_clip"]
+                value = self.run(self.critic, tokens, facts, row)
+                bound = o["value_clip"]
                 near = values[row] + (value - values[row]).clamp(-bound, bound)
                 worst = torch.maximum((value - returns[row]) ** 2, (near - returns[row]) ** 2)
                 loss = loss + 0.5 * worst.sum() / count

@@ -1,4 +1,7 @@
-"""A PPO run on recorded samples: the real training step, save, resume and export in any layout. Call it inside `run_ranks`."""
+"""A PPO run on recorded samples: the real training step, save, resume and export in any layout.
+
+Call it inside `run_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,11 @@ def make_models(folder: Path, family: str = "qwen3") -> tuple[Path, Path]:
 
 
 def config_of(
-    folder: Path, models: tuple[Path, Path | None], objective: dict[str, Any], parallel: dict[str, Any], **batch: Any
+    folder: Path,
+    models: tuple[Path, Path | None],
+    objective: dict[str, Any],
+    parallel: dict[str, Any],
+    **batch: Any,
 ) -> RunConfig:
     """Two steps of the recorded samples."""
     policy, critic = models
@@ -45,7 +52,9 @@ def config_of(
             "model": {"path": str(policy)},
             "precision": {"dtype": "fp32"},
             "parallel": parallel,
-            "objective": {"clip_grad": 1.0} | objective | {"critic": {"lr": 2e-3, "path": critic and str(critic)}},
+            "objective": {"clip_grad": 1.0}
+            | objective
+            | {"critic": {"lr": 2e-3, "path": critic and str(critic)}},
             "batch": {
                 "prompts_per_step": 4,
                 "samples_per_prompt": 4,
@@ -65,7 +74,8 @@ class Recorded:
     """The samples of the case in the place of `rollout.collect.Rollouts`."""
 
     def __init__(self, steps: list[Step], *, is_first: bool) -> None:
-        self._steps, self._is_first = steps, is_first
+        self._steps = steps
+        self._is_first = is_first
 
     def collect(self, step: int) -> Any:
         from pacs_megatron.rollout.collect import StepSamples
@@ -83,11 +93,18 @@ class Recorded:
 
 
 def attempt(
-    config: RunConfig, run_dir: Path, steps: list[Step], *, stop_after: int | None = None, export: Path | None = None
+    config: RunConfig,
+    run_dir: Path,
+    steps: list[Step],
+    *,
+    stop_after: int | None = None,
+    export: Path | None = None,
 ) -> dict[str, Any]:
-    """Trains from the newest checkpoint to the end, or to `stop_after` updates of this attempt, and saves.
+    """Trains from the newest checkpoint to the end, or to `stop_after` updates of this attempt, and
+    saves.
 
-    Returns by model its (loss, norm) of each update and its weights, and the rows of metrics. Collective.
+    Returns by model its (loss, norm) of each update and its weights, and the rows of metrics.
+    Collective.
     """
     from pacs_megatron.contracts import Interrupted
     from pacs_megatron.objectives.registry import build_objective
@@ -125,7 +142,8 @@ def attempt(
     done = 0
 
     def recorded(name: str, model: Any) -> Any:
-        update, key = model.update, "objective/loss" if name == "policy" else "critic/loss"
+        update = model.update
+        key = "objective/loss" if name == "policy" else "critic/loss"
 
         def wrapped(*args: Any) -> Any:
             nonlocal done
@@ -139,7 +157,7 @@ def attempt(
         return wrapped
 
     for name, model in zip(names, run.models, strict=True):
-        setattr(model, "update", recorded(name, model))  # noqa: B010
+        setattr(model, "update", recorded(name, model))
     progress = saving.resume(run) or RunProgress(row={})
     rows = []
     with suppress(Interrupted):
@@ -160,4 +178,7 @@ def attempt(
 def split(facts: SampleFacts, parts: int) -> list[list[int]]:
     """Rows of each mini-batch: equal shares of the groups."""
     bounds = [round(facts.num_groups * k / parts) for k in range(parts + 1)]
-    return [np.flatnonzero((facts.groups >= a) & (facts.groups < b)).tolist() for a, b in itertools.pairwise(bounds)]
+    return [
+        np.flatnonzero((facts.groups >= a) & (facts.groups < b)).tolist()
+        for a, b in itertools.pairwise(bounds)
+    ]

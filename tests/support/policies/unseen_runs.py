@@ -1,5 +1,7 @@
-"""Combinations of family, layout, objective, options and data that no other case has, each with a resume in a neighbouring
-layout and some with other options from there on; written before their first run."""
+"""Combinations of family, layout, objective, options and data that no other case has, each with a
+resume in a neighbouring layout and some with other options from there on; written before their
+first run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from pacs_megatron.workbench.certify.shrink import Case
 from tests.support.policies.changed_runs import COSINE, Changed
 from tests.support.policies.planted_fourth import ROUTED
 
-WARM: dict[str, Any] = {"schedule": "cosine", "min_lr": 2e-7, "warmup_updates": 3, "weight_decay": 0.1}
+WARM: dict[str, Any] = {
+    "schedule": "cosine",
+    "min_lr": 2e-7,
+    "warmup_updates": 3,
+    "weight_decay": 0.1,
+}
 FULL: dict[str, Any] = {"recompute": {"granularity": "full"}}
 
 
@@ -37,7 +44,9 @@ def one_group_of_single_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_class(patch: pytest.MonkeyPatch) -> None:
-    """Every sample of an odd step is correct, of an even one wrong, with equal rewards in each group."""
+    """Every sample of an odd step is correct, of an even one wrong, with equal rewards in each
+    group.
+    """
     write = shrink.write_samples
 
     def changed(case: Case, folder: Path, seed: int) -> None:
@@ -51,8 +60,15 @@ def one_class(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(certify_run, "write_samples", changed)
 
 
-def case(objective: dict[str, Any], parallel: dict[str, Any] | None = None, ranks: int = 2, **options: Any) -> Changed:
-    """`updates`, `epochs`, `samples`, `tokens` and `groups` of the batch; `later`, `family`, `data` as Changed."""
+def case(
+    objective: dict[str, Any],
+    parallel: dict[str, Any] | None = None,
+    ranks: int = 2,
+    **options: Any,
+) -> Changed:
+    """`updates`, `epochs`, `samples`, `tokens` and `groups` of the batch; `later`, `family`, `data`
+    as Changed.
+    """
     names = {
         "updates": "updates_per_step",
         "epochs": "epochs",
@@ -116,18 +132,28 @@ COMBINATIONS: dict[str, Changed] = {
         later={"objective": {"kl_coef": 0.1, "clip_high": 0.015}, "optimizer": {"lr": 5e-4}},
     ),
     "pacs on single tokens, mean_log_prob, cp2": case(
-        {"name": "pacs", "reward_proxy": "mean_log_prob", "score": "dr_grpo"}, {"cp": 2}, data=one_token, updates=3
+        {"name": "pacs", "reward_proxy": "mean_log_prob", "score": "dr_grpo"},
+        {"cp": 2},
+        data=one_token,
+        updates=3,
     ),
     "grpo with one group a step, distributed optimizer": case(
         {"name": "grpo"}, {"distributed_optimizer": True}, data=one_group, updates=2, epochs=2
     ),
     "pacs, one class a step, frozen reference, importance cap, tp2": case(
-        {"name": "pacs", "reference": "frozen", "importance_cap": 1.05, "weighting": "only_positive"},
+        {
+            "name": "pacs",
+            "reference": "frozen",
+            "importance_cap": 1.05,
+            "weighting": "only_positive",
+        },
         {"tp": 2, "sequence_parallel": True},
         data=one_class,
         optimizer=COSINE,
     ),
-    "real, one class a step, pp2": case({"name": "real"}, {"pp": 2}, data=one_class, updates=2, epochs=2),
+    "real, one class a step, pp2": case(
+        {"name": "real"}, {"pp": 2}, data=one_class, updates=2, epochs=2
+    ),
     "psr, one class a step, decay": case(
         {"name": "w_reinforce", "classes": "positive"}, data=one_class, updates=2, optimizer=WARM
     ),
@@ -139,7 +165,13 @@ COMBINATIONS: dict[str, Changed] = {
         updates=2,
     ),
     "reinforce_pp with group baseline and KL in the reward, tied, pp4": case(
-        {"name": "reinforce_pp", "baseline": "group", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"},
+        {
+            "name": "reinforce_pp",
+            "baseline": "group",
+            "kl_coef": 0.1,
+            "kl_in": "reward",
+            "kl_estimator": "k2",
+        },
         {"pp": 4},
         4,
         family="qwen3-tied-mha-odd-vocabulary",
@@ -148,7 +180,12 @@ COMBINATIONS: dict[str, Changed] = {
         optimizer=WARM,
     ),
     "cispo with truncated sequence importance, tied, tp2 pp2": case(
-        {"name": "cispo", "importance": "truncate", "importance_level": "sequence", "clip_high": 0.3},
+        {
+            "name": "cispo",
+            "importance": "truncate",
+            "importance_level": "sequence",
+            "clip_high": 0.3,
+        },
         {"tp": 2, "pp": 2, "sequence_parallel": True},
         4,
         family="qwen3-tied-mha-odd-vocabulary",
@@ -175,7 +212,12 @@ COMBINATIONS: dict[str, Changed] = {
         stop_after=6,
     ),
     "gspo with sequence mask and entropy, dp4 distributed, two epochs": case(
-        {"name": "gspo", "importance": "mask", "importance_level": "sequence", "entropy_coef": 0.02},
+        {
+            "name": "gspo",
+            "importance": "mask",
+            "importance_level": "sequence",
+            "entropy_coef": 0.02,
+        },
         {"distributed_optimizer": True},
         4,
         samples=3,
@@ -183,13 +225,22 @@ COMBINATIONS: dict[str, Changed] = {
         updates=2,
     ),
     "pacs with actor term, experts, pp2 ep2, groups apart then together": case(
-        {"name": "pacs", "actor_term": 0.5, "actor_scope": "own", "importance_cap": 1.2, "score": "dr_grpo"},
+        {
+            "name": "pacs",
+            "actor_term": 0.5,
+            "actor_scope": "own",
+            "importance_cap": 1.2,
+            "score": "dr_grpo",
+        },
         {"pp": 2, "ep": 2},
         4,
         family="qwen3_moe-tied-not-normalised",
         updates=1,
         groups="apart",
-        later={"batch": {"groups": "together", "tokens_per_microbatch": 160}, "objective": {"score": "naive"}},
+        later={
+            "batch": {"groups": "together", "tokens_per_microbatch": 160},
+            "objective": {"score": "naive"},
+        },
     ),
     "ppo without value clip, lambda 0, KL in the loss and resets, pp2 vpp2": case(
         {
@@ -247,7 +298,14 @@ COMBINATIONS: dict[str, Changed] = {
     ),
     # Chosen after reading the code.
     "ppo with KL in the reward, tied, one KV head, pp2, recomputed, distributed optimizer": case(
-        {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.95, "lam": 0.9},
+        {
+            "name": "ppo",
+            "kl_coef": 0.1,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+            "gamma": 0.95,
+            "lam": 0.9,
+        },
         {"pp": 2, "distributed_optimizer": True} | FULL,
         4,
         family="qwen2-tied-mqa",
@@ -276,7 +334,10 @@ COMBINATIONS: dict[str, Changed] = {
         groups="auto",
         tokens=300,
         optimizer=COSINE,
-        later={"batch": {"groups": "apart", "tokens_per_microbatch": 40}, "objective": {"beta": 0.5}},
+        later={
+            "batch": {"groups": "apart", "tokens_per_microbatch": 40},
+            "objective": {"beta": 0.5},
+        },
     ),
     "sft, experts, cp2 ep2, recomputed experts, no clipping": case(
         {"name": "sft", "loss_mean": "sequence", "clip_grad": 0.0},
@@ -297,7 +358,10 @@ COMBINATIONS: dict[str, Changed] = {
         groups="apart",
         tokens=200,
         optimizer=WARM,
-        later={"batch": {"groups": "auto", "tokens_per_microbatch": 100}, "objective": {"tau": 1.5}},
+        later={
+            "batch": {"groups": "auto", "tokens_per_microbatch": 100},
+            "objective": {"tau": 1.5},
+        },
     ),
     "pacs, experts, ep2, one group on one of two ranks, two epochs, recomputed": case(
         {"name": "pacs", "importance_cap": 1.2},

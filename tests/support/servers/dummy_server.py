@@ -1,7 +1,9 @@
-"""Replaces `python -m sglang.launch_server` in tests of start and end: responds to /ready and has children.
+"""Replaces `python -m sglang.launch_server` in tests of start and end: responds to /ready and has
+children.
 
-Like the real one it leaves children that keep running. `--dummy-exit N` exits at once with status N,
-`--dummy-never-ready` sends no response, `--dummy-shared TAG` maps shared memory of its own and of a trainer.
+Like the real one it leaves children that keep running. `--dummy-exit N` exits at once with status
+N, `--dummy-never-ready` sends no response, `--dummy-shared TAG` maps shared memory of its own and
+of a trainer.
 """
 
 import mmap

@@ -1,7 +1,7 @@
 """A server with SGLang's API, configurable latency and faults.
 
-tests/integration/sglang/test_generation.py compares it with the real one. It runs in a thread of the test's process and
-samples nothing: token i of a response is `(seed + i) % 251`.
+tests/integration/sglang/test_client_generation.py compares it with the real one. It runs in a
+thread of the test's process and samples nothing: token i of a response is `(seed + i) % 251`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, Literal, Self
 
 from aiohttp import web
 
-Fault = Literal["none", "http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version", "hang"]
+Fault = Literal[
+    "none", "http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version", "hang"
+]
 
 
 class FakeSglang:
@@ -82,7 +84,9 @@ class FakeSglang:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._raw, self._authorize])
         self._routes(app)
         # handler_cancellation: a client that disconnects ends its request, as on the real server.
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
@@ -114,7 +118,11 @@ class FakeSglang:
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
         expected = f"Bearer {self.api_key}"
-        if self.api_key is not None and request.path != "/ready" and request.headers.get("Authorization") != expected:
+        if (
+            self.api_key is not None
+            and request.path != "/ready"
+            and request.headers.get("Authorization") != expected
+        ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         response: web.StreamResponse = await handler(request)
         return response
@@ -125,14 +133,18 @@ class FakeSglang:
     async def _server_info(self, request: web.Request) -> web.Response:
         if self.fault == "hang":
             await asyncio.sleep(3600)
-        return web.json_response({"version": "0.5.23", "tp_size": 1, "device": "cpu", "weight_version": "default"})
+        return web.json_response(
+            {"version": "0.5.23", "tp_size": 1, "device": "cpu", "weight_version": "default"}
+        )
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": "fake", "weight_version": self.weight_version})
 
     async def _set_version(self, request: web.Request) -> web.Response:
         self.weight_version = (await request.json())["new_version"]
-        return web.json_response({"success": True, "message": "", "new_version": self.weight_version})
+        return web.json_response(
+            {"success": True, "message": "", "new_version": self.weight_version}
+        )
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.paused = True
@@ -152,7 +164,9 @@ class FakeSglang:
         self.asked[rid.rpartition("/")[0]] += 1
         self.bodies.append(body)
         if rid in self._active:
-            return web.json_response({"error": {"message": f"Duplicate request ID detected: {rid}"}}, status=400)
+            return web.json_response(
+                {"error": {"message": f"Duplicate request ID detected: {rid}"}}, status=400
+            )
         self._active.add(rid)
         self.most_in_flight = max(self.most_in_flight, len(self._active))
         try:
@@ -165,14 +179,20 @@ class FakeSglang:
         finally:
             self._active.discard(rid)
 
-    async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], rid: str
+    ) -> web.StreamResponse:
         params = body["sampling_params"]
-        num_tokens, seed = int(params["max_new_tokens"]), int(params["sampling_seed"])
+        num_tokens = int(params["max_new_tokens"])
+        seed = int(params["sampling_seed"])
         finish = {"type": "length", "length": num_tokens}
         if self.stops_early and seed % num_tokens:
-            num_tokens, finish = seed % num_tokens, {"type": "stop", "matched": 258}
+            num_tokens = seed % num_tokens
+            finish = {"type": "stop", "matched": 258}
         if len(body["input_ids"]) > 4096:
-            return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)
+            return web.json_response(
+                {"error": {"message": "The input is longer than the context"}}, status=400
+            )
         if self.fault == "http_500":
             return web.Response(status=500, text="Internal Server Error")
         ids = [(seed + i) % 251 for i in range(num_tokens)]

@@ -13,11 +13,16 @@ from aiohttp import web
 
 Spoil = Callable[[bytes], bytes | int]
 """Maps the real response of `/generate` to other bytes, or to an HTTP status."""
-UPDATE_PATHS = ("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk")
+UPDATE_PATHS = (
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_disk",
+)
 
 
 class FaultProxy:
-    """`spoil` and `delay_s` affect `/generate` only, `sync_fault` weight updates; all may change at any time.
+    """`spoil` and `delay_s` affect `/generate` only, `sync_fault` weight updates; all may change at
+    any time.
 
     Use as a context manager.
     """
@@ -27,8 +32,9 @@ class FaultProxy:
         self.delay_s = 0.0
         self.spoiled = 0
         self.sync_fault: Callable[[int], str | None] = lambda _: None
-        """number of the weight call since the start, from 1 -> None, `break` (not forwarded, connection closed) or
-        `hang` (not forwarded, no response)"""
+        """number of the weight call since the start, from 1 -> None, `break` (not forwarded,
+        connection closed) or `hang` (not forwarded, no response)
+        """
         self.counts: Counter[str] = Counter()
         """path -> number of requests"""
         self.in_flight = 0
@@ -60,10 +66,14 @@ class FaultProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(600)
 
     async def _open(self) -> None:
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        )
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
         self.port = self._runner.addresses[0][1]
@@ -108,7 +118,9 @@ class FaultProxy:
         names = ("Content-Type", "Authorization")
         headers = {name: request.headers[name] for name in names if name in request.headers}
         url = self._target + request.path
-        async with self._http.request(request.method, url, data=data or None, headers=headers) as answer:
+        async with self._http.request(
+            request.method, url, data=data or None, headers=headers
+        ) as answer:
             return await answer.read(), answer.status
 
     def __enter__(self) -> FaultProxy:

@@ -17,28 +17,45 @@ from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 from tests.support.tiny_run import write_tiny_run
 
-PROMPTS, SAMPLES = 8, 4
+PROMPTS = 8
+SAMPLES = 4
 RESTARTED = "restarted with the weights of its model path"
 MOVED = "are retried on other servers"
 SENT_AGAIN = "requesting them from the trainer once more"
-"""The driver's log lines that tests wait for; tests/unit/sglang/test_server.py looks for them in the package."""
+"""The driver's log lines that tests wait for; tests/unit/sglang/test_server.py looks for them in
+the package.
+"""
 STOP = list("abcdefgh")
 """Ends most responses of a random model early and keeps some long."""
 
 
 class FleetRun:
-    """One run folder; `start` may be called again after the run ended. `end_all` ends the processes of a failed test."""
+    """One run folder; `start` may be called again after the run ended.
+
+    `end_all` ends the processes of a failed test.
+    """
 
     _started: ClassVar[list[FleetRun]] = []
 
     def __init__(
-        self, folder: Path, model: Path, rollout: dict[str, Any], *, steps: int, delay_s: float = 0.02
+        self,
+        folder: Path,
+        model: Path,
+        rollout: dict[str, Any],
+        *,
+        steps: int,
+        delay_s: float = 0.02,
     ) -> None:
         self.config = write_tiny_run(folder, model, delay_s)
         self.run_dir = folder / "runs" / "tiny"
         self.steps = steps
         sampling = {"max_response_tokens": 96, "stop": STOP}
-        quick = {"probe_interval_s": 0.3, "probe_timeout_s": 3.0, "dead_after_s": 5.0, "all_down_after_s": 200.0}
+        quick = {
+            "probe_interval_s": 0.3,
+            "probe_timeout_s": 3.0,
+            "dead_after_s": 5.0,
+            "all_down_after_s": 200.0,
+        }
         self._overrides = (
             f"run.steps={steps}",
             f"batch.prompts_per_step={PROMPTS}",
@@ -47,7 +64,9 @@ class FleetRun:
             "run.nproc=1",
             "rollout=null",
             "rollout="
-            + yaml.safe_dump({"sampling": sampling, **quick, **rollout}, default_flow_style=True, width=10**6),
+            + yaml.safe_dump(
+                {"sampling": sampling, **quick, **rollout}, default_flow_style=True, width=10**6
+            ),
         )
         self.process: subprocess.Popen[str]
 
@@ -61,7 +80,15 @@ class FleetRun:
     def start(self, *overrides: str) -> None:
         self._started.append(self)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pacs_megatron", "train", str(self.config), *self._overrides, *overrides],
+            [
+                sys.executable,
+                "-m",
+                "pacs_megatron",
+                "train",
+                str(self.config),
+                *self._overrides,
+                *overrides,
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,8 +105,13 @@ class FleetRun:
         return self.process.returncode, err
 
     def kill(self) -> list[int]:
-        """`kill -9` of the launcher and everything it started, but for servers, whose guards have their own sessions."""
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        """`kill -9` of the launcher and everything it started, but for servers, whose guards have
+        their own sessions.
+        """
+        family = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
         family = [member for member in family if not _is_server(member)]
         for member in family:
             member.kill()
@@ -94,20 +126,31 @@ class FleetRun:
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self.process.poll() is None, f"the run ended before {what}: {self.process.communicate()[1][-3000:]}"
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s: {self.driver_log()[-3000:]}"
+            assert self.process.poll() is None, (
+                f"the run ended before {what}: {self.process.communicate()[1][-3000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"no {what} within {timeout_s:g} s: {self.driver_log()[-3000:]}"
+            )
             time.sleep(0.02)
 
     def last_step(self) -> int:
         path = self.run_dir / "metrics.jsonl"
-        return int(read_metrics(self.run_dir)[-1]["step"] or 0) if path.is_file() and path.stat().st_size else 0
+        return (
+            int(read_metrics(self.run_dir)[-1]["step"] or 0)
+            if path.is_file() and path.stat().st_size
+            else 0
+        )
 
     def driver_log(self) -> str:
         path = self.run_dir / "logs" / "driver.log"
         return path.read_text() if path.is_file() else ""
 
     def assert_whole(self, max_staleness: int = 0) -> set[str]:
-        """Checks that every step has each sample once and no token exceeds `max_staleness`. Returns the sample ids."""
+        """Checks that every step has each sample once and no token exceeds `max_staleness`.
+
+        Returns the sample ids.
+        """
         assert [row["step"] for row in read_metrics(self.run_dir)] == list(range(1, self.steps + 1))
         digest_of: dict[int, str] = {}
         seen: set[str] = set()
@@ -117,7 +160,9 @@ class FleetRun:
             assert len(ids) == len(samples) == PROMPTS * SAMPLES and not ids & seen
             seen |= ids
             numbers = {prompt: set[str]() for prompt in {sample["prompt_id"] for sample in samples}}
-            allowed = {2 * trained for trained in range(max(0, step - 1 - max_staleness), step)}  # two updates a step
+            allowed = {
+                2 * trained for trained in range(max(0, step - 1 - max_staleness), step)
+            }  # two updates a step
             for sample in samples:
                 numbers[sample["prompt_id"]].add(sample["id"].rpartition("#")[2])
                 at = 0
@@ -126,7 +171,9 @@ class FleetRun:
                     assert digest_of.setdefault(span["version"], span["digest"]) == span["digest"]
                     at = span["end"]
                 assert at == sample["response_tokens"] > 0
-            assert len(numbers) == PROMPTS and all(found == set("0123") for found in numbers.values())
+            assert len(numbers) == PROMPTS and all(
+                found == set("0123") for found in numbers.values()
+            )
         if not max_staleness:
             assert len(digest_of) == self.steps
         assert len(set(digest_of.values())) == len(digest_of)
@@ -139,4 +186,7 @@ def _is_server(process: psutil.Process) -> bool:
         words = [str(word) for word in process.cmdline()]
     except psutil.NoSuchProcess:
         return False
-    return any(word.endswith("sglang/guard.py") or word.startswith(("sglang.launch", "sglang::")) for word in words)
+    return any(
+        word.endswith("sglang/guard.py") or word.startswith(("sglang.launch", "sglang::"))
+        for word in words
+    )

@@ -1,8 +1,10 @@
-"""A server that responds to every request with the sample that another run recorded, for replays of whole runs.
+"""A server that responds to every request with the sample that another run recorded, for replays of
+whole runs.
 
-The weight versions are those of the recording: the response for a sample with tokens of several versions is sent when
-the newest of them has arrived here, and no step ends (which would bring new weights) before every request that started
-with the old weights has arrived. Weights come by `sync.transport: disk`; it does not check them.
+The weight versions are those of the recording: the response for a sample with tokens of several
+versions is sent when the newest of them has arrived here, and no step ends (which would bring new
+weights) before every request that started with the old weights has arrived. Weights come by
+`sync.transport: disk`; it does not check them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ POLL_S = 0.002
 
 
 class RecordedSglang(FakeSglang):
-    """`run_dir` is the recorded run's, `options` are FakeSglang's. While `holds(sample)` is true, the response is delayed."""
+    """`run_dir` is the recorded run's, `options` are FakeSglang's.
+
+    While `holds(sample)` is true, the response is delayed.
+    """
 
     def __init__(self, run_dir: Path, **options: Any) -> None:
         self.samples: dict[str, Sample] = {}
@@ -45,28 +50,37 @@ class RecordedSglang(FakeSglang):
         super()._routes(app)
         app.router.add_post("/update_weights_from_disk", self._empty)
 
-    async def _answer(self, request: web.Request, body: dict[str, Any], rid: str) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], rid: str
+    ) -> web.StreamResponse:
         sample_id = rid.rpartition("/")[0]
         sample = self.samples.get(sample_id)
         if sample is None:
-            return web.json_response({"error": {"message": f"{sample_id} was not recorded"}}, status=400)
+            return web.json_response(
+                {"error": {"message": f"{sample_id} was not recorded"}}, status=400
+            )
         prompt = sample.token_ids[: sample.prompt_len].tolist()
         if body["input_ids"] != prompt:
-            return web.json_response({"error": {"message": f"{sample_id} has another prompt"}}, status=400)
+            return web.json_response(
+                {"error": {"message": f"{sample_id} has another prompt"}}, status=400
+            )
         while self.paused or self.holds(sample) or not self._is_due(sample):
             await asyncio.sleep(POLL_S)
         ids = sample.response_ids.tolist()
         is_cut = sample.stop is Stop.LENGTH
         meta = {
             "id": rid,
-            "finish_reason": {"type": "length", "length": len(ids)} if is_cut else {"type": "stop", "matched": 0},
+            "finish_reason": {"type": "length", "length": len(ids)}
+            if is_cut
+            else {"type": "stop", "matched": 0},
             "weight_versions": [
                 {"version": f"{span.version}:{span.digest}", "start": span.start, "end": span.end}
                 for span in sample.spans
             ],
             # A float32 written as a float64 is read as the same float32.
             "output_token_logprobs": [
-                [value, token, None] for value, token in zip(sample.sampler_logprobs.tolist(), ids, strict=True)
+                [value, token, None]
+                for value, token in zip(sample.sampler_logprobs.tolist(), ids, strict=True)
             ],
         }
         meta |= self._meta(sample, body)
@@ -79,7 +93,9 @@ class RecordedSglang(FakeSglang):
         return {}
 
     def _with_weights_before(self, step: int) -> set[str]:
-        """Samples that the recorded run started with weights from before the update of `step` (one update a step)."""
+        """Samples that the recorded run started with weights from before the update of `step` (one
+        update a step).
+        """
         ids: set[str] = set().union(*self.steps.values())
         return {sample_id for sample_id in ids if self.samples[sample_id].spans[0].version < step}
 
@@ -95,7 +111,9 @@ class RecordedSglang(FakeSglang):
 
 
 class SynchronousSglang(RecordedSglang):
-    """For runs without steps ahead, with any number of updates a step; it may be restarted during the run."""
+    """For runs without steps ahead, with any number of updates a step; it may be restarted during
+    the run.
+    """
 
     def _is_due(self, sample: Sample) -> bool:
         held = WeightVersion.parse(self.weight_version)

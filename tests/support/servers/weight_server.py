@@ -23,7 +23,9 @@ from tests.support.servers.fake_sglang import FakeSglang
 class WeightServer(FakeSglang):
     """`held` are its weights, `calls` the requested paths in order. Use as a context manager."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, **server: Any) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], *, sessions: bool = True, **server: Any
+    ) -> None:
         self.initial = dict(weights)
         self.held = dict(weights)
         self.sessions = sessions
@@ -44,7 +46,10 @@ class WeightServer(FakeSglang):
 
     def restart(self) -> None:
         """As after a crash: the update is lost."""
-        self.held, self.session_open, self.weight_version, self.paused = dict(self.initial), False, "default", False
+        self.held = dict(self.initial)
+        self.session_open = False
+        self.weight_version = "default"
+        self.paused = False
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         self.held[name] = tensor.clone()
@@ -105,8 +110,12 @@ class WeightServer(FakeSglang):
         if self.refuse_kindly:
             return web.json_response({"success": False, "message": "not a model folder"})
         body = await request.json()
-        if body.get("load_format") != "auto":  # the real one uses its own format, which may be `dummy`, and fails
-            return web.json_response({"success": False, "message": "Failed to get model loader"}, status=400)
+        if (
+            body.get("load_format") != "auto"
+        ):  # the real one uses its own format, which may be `dummy`, and fails
+            return web.json_response(
+                {"success": False, "message": "Failed to get model loader"}, status=400
+            )
         folder = Path(body["model_path"])
         for file in sorted(folder.glob("*.safetensors")):
             for name, tensor in load_file(file).items():

@@ -1,7 +1,7 @@
 """Replacements of CUDA-only packages: every import works, every call raises NotImplementedError.
 
-SGLang imports names from `sgl_kernel` and `torchvision` at module level on every device; neither package loads
-without CUDA. A dense text model on CPU calls none of them.
+SGLang imports names from `sgl_kernel` and `torchvision` at module level on every device; neither
+package loads without CUDA. A dense text model on CPU calls none of them.
 """
 
 import importlib.abc
@@ -37,7 +37,9 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, package: str) -> None:
         self.prefix = package + "."
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith(self.prefix):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)

@@ -1,4 +1,6 @@
-"""Properties of the cuts: nothing lost, nothing twice, budgets kept, counts as the layout needs them."""
+"""Properties of the cuts: nothing lost, nothing twice, budgets kept, counts as the layout needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ BUDGET = 64
 @st.composite
 def some_facts(draw: st.DrawFn) -> SampleFacts:
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=12))
-    groups = np.array(draw(st.permutations(np.repeat(np.arange(len(sizes)), sizes).tolist())), dtype=np.int64)
+    groups = np.array(
+        draw(st.permutations(np.repeat(np.arange(len(sizes)), sizes).tolist())), dtype=np.int64
+    )
     n = len(groups)
     prompts = np.array(draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)), dtype=np.int64)
-    responses = np.array(draw(st.lists(st.integers(1, BUDGET - 20), min_size=n, max_size=n)), dtype=np.int64)
+    responses = np.array(
+        draw(st.lists(st.integers(1, BUDGET - 20), min_size=n, max_size=n)), dtype=np.int64
+    )
     return SampleFacts(
         ids=tuple(f"0:p{group}#{row}" for row, group in enumerate(groups)),
         groups=groups,
@@ -65,7 +71,9 @@ def test_mini_batches_hold_whole_groups_of_even_number(facts: SampleFacts, num_p
 
 @settings(max_examples=150, deadline=None)
 @given(some_facts(), LAYOUTS)
-def test_a_plan_holds_every_sample_once_within_the_budget(facts: SampleFacts, layout: Layout) -> None:
+def test_a_plan_holds_every_sample_once_within_the_budget(
+    facts: SampleFacts, layout: Layout
+) -> None:
     plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET)
     assert len(plan.by_dp_rank) == layout.dp
     rows = np.concatenate([rows for batches in plan.by_dp_rank for rows in batches])
@@ -76,7 +84,9 @@ def test_a_plan_holds_every_sample_once_within_the_budget(facts: SampleFacts, la
     if layout.needs_equal_microbatches:
         assert len({len(batches) for batches in plan.by_dp_rank}) == 1
     loads = [sum(int(facts.lens[rows].sum()) for rows in batches) for batches in plan.by_dp_rank]
-    assert max(loads) - min(loads) <= int(facts.lens.max()), "longest first to the least loaded rank"
+    assert max(loads) - min(loads) <= int(facts.lens.max()), (
+        "longest first to the least loaded rank"
+    )
     again = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET)
     for a, b in zip(plan.by_dp_rank, again.by_dp_rank, strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
@@ -87,11 +97,15 @@ def test_a_plan_holds_every_sample_once_within_the_budget(facts: SampleFacts, la
 def test_a_partial_plan_leaves_samples_where_their_tokens_are(
     facts: SampleFacts, layout: Layout, data: st.DataObject
 ) -> None:
-    owners = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET).owners(facts.num_samples)
+    owners = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET).owners(
+        facts.num_samples
+    )
     keep = np.flatnonzero(
         data.draw(st.lists(st.booleans(), min_size=facts.num_samples, max_size=facts.num_samples))
     ).astype(np.int64)
-    plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET, rows=keep, owner_of_row=owners)
+    plan = plan_microbatches(
+        facts, layout=layout, tokens_per_microbatch=BUDGET, rows=keep, owner_of_row=owners
+    )
     found = plan.owners(facts.num_samples)
     assert np.array_equal(found[keep], owners[keep])
     assert np.array_equal(np.flatnonzero(found >= 0), keep)
@@ -108,7 +122,9 @@ def test_a_sample_past_the_budget_is_one_clear_line() -> None:
         response_lens=np.array([4, 90]),
         truncated=np.zeros(2, dtype=bool),
     )
-    with pytest.raises(ConfigError, match=r"tokens_per_microbatch=64 is smaller than sample 0:p0#1 with 93 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"tokens_per_microbatch=64 is smaller than sample 0:p0#1 with 93 tokens"
+    ):
         plan_microbatches(facts, layout=Layout(world_size=1), tokens_per_microbatch=BUDGET)
 
 
@@ -133,30 +149,48 @@ def test_tables_keep_every_sample_and_survive_the_wire() -> None:
         Group(prompt_id="p1", samples=tuple(samples[2:])),
     ]
     facts, tokens = tabulate(groups)
-    assert facts.groups.tolist() == [0, 0, 1, 1] and facts.truncated.tolist() == [False, True, False, False]
+    assert facts.groups.tolist() == [0, 0, 1, 1] and facts.truncated.tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     facts = SampleFacts(ids=facts.ids, **facts_to_arrays(facts))
-    tokens = TokenBuffers(**tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1]))))
+    tokens = TokenBuffers(
+        **tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1])))
+    )
     for position, row in enumerate((3, 1)):
         assert facts.ids[row] == samples[row].id and tokens.index[position] == row
         own = slice(int(tokens.offsets[position]), int(tokens.offsets[position + 1]))
         np.testing.assert_array_equal(tokens.token_ids[own], samples[row].token_ids)
-        logp = slice(int(tokens.response_offsets[position]), int(tokens.response_offsets[position + 1]))
+        logp = slice(
+            int(tokens.response_offsets[position]), int(tokens.response_offsets[position + 1])
+        )
         np.testing.assert_array_equal(tokens.sampler_logprobs[logp], samples[row].sampler_logprobs)
 
 
 def test_the_experts_of_a_sample_go_with_its_tokens() -> None:
-    routes = [np.full((3 + 2 * n, 2, 2), n, np.int16) + np.arange(2, dtype=np.int16) for n in range(4)]
+    routes = [
+        np.full((3 + 2 * n, 2, 2), n, np.int16) + np.arange(2, dtype=np.int16) for n in range(4)
+    ]
     samples = [replace(sample(n, 3, 2 * n + 1), routes=routes[n]) for n in range(4)]
-    groups = [Group(prompt_id="p0", samples=tuple(samples[2:])), Group(prompt_id="p1", samples=tuple(samples[:2]))]
+    groups = [
+        Group(prompt_id="p0", samples=tuple(samples[2:])),
+        Group(prompt_id="p1", samples=tuple(samples[:2])),
+    ]
     _, tokens = tabulate(groups, "replay_sampler")
-    mine = TokenBuffers(**tokens_to_arrays(select_tokens(tokens, np.array([3, 0]), np.array([3, 0]))))
+    mine = TokenBuffers(
+        **tokens_to_arrays(select_tokens(tokens, np.array([3, 0]), np.array([3, 0])))
+    )
     np.testing.assert_array_equal(mine.routes_of(0), routes[1])
     np.testing.assert_array_equal(mine.routes_of(1), routes[2])
     none = select_tokens(tokens, np.array([], np.int64), np.array([], np.int64))
     assert none.routes is not None and none.routes.shape == (0, 2, 2)
     assert tabulate(groups)[1].routes is None, "policy.routing=own"
     bare = Group(prompt_id="p2", samples=(samples[0], replace(samples[3], routes=None)))
-    with pytest.raises(RolloutError, match=r"sample 3:p1#1 has no experts.*resume with policy\.routing=own"):
+    with pytest.raises(
+        RolloutError, match=r"sample 3:p1#1 has no experts.*resume with policy\.routing=own"
+    ):
         tabulate([*groups, bare], "replay_sampler")
 
 

@@ -33,7 +33,9 @@ def _save_and_load(folder: Path) -> tuple[int, bool]:
     folder.mkdir()
     state = {"w": ShardedTensor.from_rank_offsets("w", saved.clone())}
     dist_files.prepare_sharded(state, folder).write(folder)
-    found = dist_files.load_sharded({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, folder)
+    found = dist_files.load_sharded(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, folder
+    )
     return calls, torch.equal(found["w"], saved)
 
 
@@ -48,8 +50,12 @@ def _load_more(folder: Path) -> str:
     from pacs_megatron.checkpoint import dist_files
 
     folder.mkdir()
-    dist_files.prepare_sharded({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, folder).write(folder)
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(6)) for key in ("w", "reference.w")}
+    dist_files.prepare_sharded(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, folder
+    ).write(folder)
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(6)) for key in ("w", "reference.w")
+    }
     try:
         dist_files.load_sharded(state, folder)
     except CheckpointError as error:
@@ -59,10 +65,15 @@ def _load_more(folder: Path) -> str:
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     [message] = run_ranks(lambda _rank, _world: _load_more(tmp_path / "dist"), 1)
-    assert message.startswith(f"{tmp_path}/dist does not have what this run needs") and "reference.w" in message
+    assert (
+        message.startswith(f"{tmp_path}/dist does not have what this run needs")
+        and "reference.w" in message
+    )
 
 
-@pytest.mark.skipif(Version(version("megatron-core")) >= Version("0.17"), reason="0.17 and later read this format")
+@pytest.mark.skipif(
+    Version(version("megatron-core")) >= Version("0.17"), reason="0.17 and later read this format"
+)
 def test_a_checkpoint_of_a_later_megatron_is_rejected_by_name(tmp_path: Path) -> None:
     from pacs_megatron.checkpoint.dist_files import load_sharded
 

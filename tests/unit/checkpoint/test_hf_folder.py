@@ -1,4 +1,6 @@
-"""Hugging Face folders: what is whole loads, what is not is named; nothing half-written keeps a good name."""
+"""Hugging Face folders: what is whole loads, what is not is named; nothing half-written keeps a
+good name.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,13 @@ def test_reads_what_safetensors_wrote(tiny_qwen3: Path) -> None:
     assert set(folder.names) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(folder.get(name), tensor)
-        assert (folder.info(name).shape, folder.info(name).dtype) == (tuple(tensor.shape), tensor.dtype)
-    assert sum(folder.info(name).nbytes for name in folder.names) == sum(t.nbytes for t in expected.values())
+        assert (folder.info(name).shape, folder.info(name).dtype) == (
+            tuple(tensor.shape),
+            tensor.dtype,
+        )
+    assert sum(folder.info(name).nbytes for name in folder.names) == sum(
+        t.nbytes for t in expected.values()
+    )
     assert folder.config["model_type"] == "qwen3"
 
 
@@ -63,7 +70,9 @@ def test_a_view_never_reaches_the_file(tiny_qwen3: Path) -> None:
     assert torch.equal(HfFolder(tiny_qwen3).get(name), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
 def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {
         "a": torch.arange(6).reshape(2, 3).to(dtype),
@@ -80,18 +89,27 @@ def test_transformers_loads_what_was_written(sharded: Path, tiny_qwen3: Path) ->
 
     files = sorted(p.name for p in sharded.glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (sharded, tiny_qwen3))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (sharded, tiny_qwen3)
+    )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
     tokenizers = [AutoTokenizer.from_pretrained(f) for f in (sharded, tiny_qwen3)]
     message = [{"role": "user", "content": "1+1?"}]
-    rendered = [t.apply_chat_template(message, tokenize=False, add_generation_prompt=True) for t in tokenizers]
+    rendered = [
+        t.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        for t in tokenizers
+    ]
     assert rendered[0] == rendered[1]
 
 
-def test_one_shard_has_the_plain_name_and_dtype_reaches_the_config(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_one_shard_has_the_plain_name_and_dtype_reaches_the_config(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
     source = HfFolder(tiny_qwen3)
     table = weight_table(load_spec(tiny_qwen3))
-    with HfFolderWriter(tmp_path / "out", hf_tensors(table.entries, torch.bfloat16), max_shard_bytes=10**9) as writer:
+    with HfFolderWriter(
+        tmp_path / "out", hf_tensors(table.entries, torch.bfloat16), max_shard_bytes=10**9
+    ) as writer:
         for name in source.names:
             writer.put(name, source.get(name))
         out = writer.finish(tiny_qwen3)
@@ -102,7 +120,8 @@ def test_one_shard_has_the_plain_name_and_dtype_reaches_the_config(tiny_qwen3: P
     assert (out / "tokenizer.json").exists() and (out / "chat_template.jinja").exists()
 
 
-# --------------------------------------------------------------------------------------------------- damaged folders
+# ---------------------------------------------------------------------------------------------------
+# damaged folders
 def _first_shard(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
@@ -179,25 +198,43 @@ BAD_ENTRIES: dict[str, tuple[str | None, Any]] = {
     "has an object as dtype": ("dtype", {"F32": None}),
 }
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (lambda f: _first_shard(f).unlink(), r"model-00001-of-\d+\.safetensors is missing"),
+    "missing shard": (
+        lambda f: _first_shard(f).unlink(),
+        r"model-00001-of-\d+\.safetensors is missing",
+    ),
     "truncated shard": (
         _truncate,
         r"model-00001-of-\d+\.safetensors is truncated or damaged .*file not fully covered",
     ),
     "bytes too many": (_grow, "file not fully covered"),
-    "empty shard": (lambda f: _first_shard(f).write_bytes(b""), "is truncated or damaged.*header too (small|large)"),
+    "empty shard": (
+        lambda f: _first_shard(f).write_bytes(b""),
+        "is truncated or damaged.*header too (small|large)",
+    ),
     "header longer than the file": (
         lambda f: _first_shard(f).write_bytes(b"\xff" * 64),
         "is truncated or damaged.*header too (small|large)",
     ),
-    "header is no JSON": (lambda f: _rewrite_header(f, lambda h: h.replace("{", "[", 1)), "invalid JSON in header"),
-    "unknown dtype": (lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"F99"', 1)), "unknown variant `F99`"),
-    "wrong shape": (lambda f: _rewrite_header(f, lambda h: h.replace("[272,64]", "[271,64]", 1)), "invalid shape"),
+    "header is no JSON": (
+        lambda f: _rewrite_header(f, lambda h: h.replace("{", "[", 1)),
+        "invalid JSON in header",
+    ),
+    "unknown dtype": (
+        lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"F99"', 1)),
+        "unknown variant `F99`",
+    ),
+    "wrong shape": (
+        lambda f: _rewrite_header(f, lambda h: h.replace("[272,64]", "[271,64]", 1)),
+        "invalid shape",
+    ),
     "integers instead of floats": (
         lambda f: _rewrite_header(f, lambda h: h.replace('"F32"', '"I32"')),
         "is torch.int32, expected one of torch.float64",
     ),
-    "half instead of bfloat16": (_relabel_half, "is torch.float16, but config.json declares bfloat16"),
+    "half instead of bfloat16": (
+        _relabel_half,
+        "is torch.float16, but config.json declares bfloat16",
+    ),
     **{
         f"entry {name}": (
             lambda f, key=key, value=value: _change_entry(f, key, value),  # type: ignore[misc]
@@ -205,7 +242,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         )
         for name, (key, value) in BAD_ENTRIES.items()
     },
-    "name twice in a file": (lambda f: _rewrite_header(f, _same_name_twice), "is repeated in one object"),
+    "name twice in a file": (
+        lambda f: _rewrite_header(f, _same_name_twice),
+        "is repeated in one object",
+    ),
     "name twice over files": (_duplicate_over_files, r"is in model-00001.* and in model-00002"),
     "name not in the index": (
         lambda f: _edit_index(f, lambda m: m.pop("model.norm.weight")),
@@ -223,8 +263,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _edit_index(f, lambda m: m.update({"x": "../../etc/passwd"})),
         "not a file of this folder",
     ),
-    "index is no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json.*malformed JSON"),
-    "index missing": (lambda f: (f / "model.safetensors.index.json").unlink(), "index.json is missing"),
+    "index is no JSON": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{"),
+        "index.json.*malformed JSON",
+    ),
+    "index missing": (
+        lambda f: (f / "model.safetensors.index.json").unlink(),
+        "index.json is missing",
+    ),
     "config missing": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
 }
 
@@ -242,7 +288,9 @@ def test_a_damaged_folder_is_rejected_in_one_line(fault: str, sharded: Path) -> 
 
 @fuzz
 @given(data=st.data())
-def test_any_header_gives_a_folder_or_the_named_error(data: st.DataObject, written: Path, tmp_path: Path) -> None:
+def test_any_header_gives_a_folder_or_the_named_error(
+    data: st.DataObject, written: Path, tmp_path: Path
+) -> None:
     """Bytes of the header changed, or an entry replaced."""
     content = _first_shard(written).read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
@@ -250,17 +298,23 @@ def test_any_header_gives_a_folder_or_the_named_error(data: st.DataObject, writt
     header[data.draw(st.sampled_from(sorted(header)))] = data.draw(json_documents())
     text = data.draw(damaged(content[8 : 8 + length]) | st.just(json.dumps(header).encode()))
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text)) + text + content[8 + length :]
+    )
     _open_or_named_error(tmp_path)
 
 
 @fuzz
 @given(data=st.data())
-def test_any_index_gives_a_folder_or_the_named_error(data: st.DataObject, written: Path, sharded: Path) -> None:
+def test_any_index_gives_a_folder_or_the_named_error(
+    data: st.DataObject, written: Path, sharded: Path
+) -> None:
     """Bytes of the index changed, or a file of the map replaced."""
     content = (written / "model.safetensors.index.json").read_bytes()
     index = json.loads(content)
-    index["weight_map"][data.draw(st.sampled_from(sorted(index["weight_map"])))] = data.draw(json_documents())
+    index["weight_map"][data.draw(st.sampled_from(sorted(index["weight_map"])))] = data.draw(
+        json_documents()
+    )
     text = data.draw(damaged(content) | st.just(json.dumps(index).encode()))
     (sharded / "model.safetensors.index.json").write_bytes(text)
     _open_or_named_error(sharded)
@@ -277,7 +331,9 @@ def _open_or_named_error(folder: Path) -> None:
 def test_a_pipe_is_no_file_of_weights(tiny_qwen3: Path, tmp_path: Path) -> None:
     shutil.copy(tiny_qwen3 / "config.json", tmp_path)
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="not a regular file"):  # and does not wait for a writer
+    with pytest.raises(
+        CheckpointError, match="not a regular file"
+    ):  # and does not wait for a writer
         HfFolder(tmp_path)
 
 
@@ -292,7 +348,8 @@ def test_pickled_weights_are_not_loaded(tiny_qwen3: Path, tmp_path: Path) -> Non
         HfFolder(tmp_path / "nowhere")
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# -------------------------------------------------------------------------------------------------------------
+# writing
 INFOS = [TensorInfo("a", torch.float32, (2, 2)), TensorInfo("b", torch.float32, (3,))]
 
 
@@ -300,12 +357,18 @@ def test_an_incomplete_or_wrong_write_leaves_nothing(tiny_qwen3: Path, tmp_path:
     out = tmp_path / "out"
     cases: list[tuple[Callable[[HfFolderWriter], object], str]] = [
         (lambda w: w.finish(tiny_qwen3), "2 tensors were never written, e.g. a"),
-        (lambda w: (w.put("a", torch.ones(2, 2)), w.put("a", torch.ones(2, 2))), "a was written already"),
+        (
+            lambda w: (w.put("a", torch.ones(2, 2)), w.put("a", torch.ones(2, 2))),
+            "a was written already",
+        ),
         (lambda w: w.put("c", torch.ones(1)), "c was not announced"),
         (lambda w: w.put("b", torch.ones(4)), r"b: shape \[4\], announced as \[3\]"),
     ]
     for action, words in cases:
-        with pytest.raises(CheckpointError, match=words), HfFolderWriter(out, INFOS, max_shard_bytes=100) as writer:
+        with (
+            pytest.raises(CheckpointError, match=words),
+            HfFolderWriter(out, INFOS, max_shard_bytes=100) as writer,
+        ):
             action(writer)
         assert list(tmp_path.iterdir()) == []
 
@@ -318,13 +381,19 @@ def test_an_existing_output_is_never_touched(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine").read_text() == "keep"
 
 
-def test_leftovers_of_a_killed_writer_are_removed_but_not_those_of_a_living_one(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed_but_not_those_of_a_living_one(
+    tmp_path: Path,
+) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pacs_megatron.checkpoint.staging import StagedFolder\n"
-        "s = StagedFolder(Path(sys.argv[1]))\n(s.path / 'x').write_text('x')\nprint('ready', flush=True)\ntime.sleep(60)"
+        "import sys, time\nfrom pathlib import Path\nfrom pacs_megatron.checkpoint.staging import "
+        "StagedFolder\n"
+        "s = StagedFolder(Path(sys.argv[1]))\n(s.path / 'x').write_text('x')\nprint('ready', "
+        "flush=True)\ntime.sleep(60)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
     )
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     (leftover,) = tmp_path.glob("out.partial-*")
@@ -338,7 +407,10 @@ def test_leftovers_of_a_killed_writer_are_removed_but_not_those_of_a_living_one(
     with staging.StagedFolder(tmp_path / "out") as staged:
         assert not leftover.exists()
         staged.commit()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"] and list((tmp_path / "out").iterdir()) == []
+    assert (
+        sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+        and list((tmp_path / "out").iterdir()) == []
+    )
 
 
 def test_free_disk_is_checked_before_anything_is_written(tmp_path: Path) -> None:
@@ -356,5 +428,10 @@ def test_a_link_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
     (tmp_path / "out.partial-2").touch()
     with staging.StagedFolder(tmp_path / "out") as staged:
         staged.commit()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out", "out.partial-1", "out.partial-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "mine",
+        "out",
+        "out.partial-1",
+        "out.partial-2",
+    ]
     assert list((tmp_path / "mine").iterdir()) == []

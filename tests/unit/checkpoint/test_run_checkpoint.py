@@ -115,7 +115,8 @@ def test_what_stays_when_there_are_more(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_kept_elsewhere_stays_there(tmp_path: Path) -> None:
     for step in (1, 2):
         _folder(tmp_path, f"step_{step:06d}", step, "")
-    link, elsewhere = tmp_path / "checkpoints" / "step_000001", tmp_path / "elsewhere"
+    link = tmp_path / "checkpoints" / "step_000001"
+    elsewhere = tmp_path / "elsewhere"
     link.rename(elsewhere)
     link.symlink_to(elsewhere)
     before = sorted(path.name for path in elsewhere.rglob("*"))
@@ -134,7 +135,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         CheckpointException("", {1: (FULL, StackSummary())}),
         SafetensorError("Error while serializing: No space left on device"),
         RuntimeError("basic_ios::clear: iostream error"),
-        RuntimeError("[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file data/3"),
+        RuntimeError(
+            "[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file "
+            "data/3"
+        ),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -151,7 +155,9 @@ def test_a_full_disk_is_a_checkpoint_error_of_each_writer(
     with pytest.raises(CheckpointError) as raised:
         run_checkpoint._named(final, fail)
     text = str(raised.value)
-    assert text.startswith(f"{final} was not saved (No space left on device)") and text.endswith("step_000004")
+    assert text.startswith(f"{final} was not saved (No space left on device)") and text.endswith(
+        "step_000004"
+    )
 
 
 def test_errors_of_other_ranks_keep_their_class(tmp_path: Path) -> None:

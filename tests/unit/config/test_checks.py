@@ -29,10 +29,12 @@ LONE = ("w_reinforce", "ppo", "reinforce_pp")
 """Objectives that train on one sample of a prompt, too"""
 SERVERS = [
     "resources={gpus_per_node: 8, gpu: h100}",
-    "rollout={engine: sglang, sync: {transport: disk}, sampling: {max_response_tokens: 512}, servers: {python: [python]}}",
+    "rollout={engine: sglang, sync: {transport: disk}, sampling: {max_response_tokens: 512}, "
+    "servers: {python: [python]}}",
 ]
 AHEAD = [
-    "rollout={engine: sglang, max_staleness: 1, urls: ['http://127.0.0.1:1'], sampling: {max_response_tokens: 512}, "
+    "rollout={engine: sglang, max_staleness: 1, urls: ['http://127.0.0.1:1'], sampling: "
+    "{max_response_tokens: 512}, "
     "sync: {transport: disk}}"
 ]
 
@@ -49,21 +51,32 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (
             ["run.nproc=6", "parallel.tp=4"],
-            "6 ranks are not a multiple of parallel.tp*pp*cp=4*1*1=4; start a multiple of 4 ranks, or make tp*pp*cp one of 1, 2, 3, 6 (override)",
+            "6 ranks are not a multiple of parallel.tp*pp*cp=4*1*1=4; start a multiple of 4 "
+            "ranks, or make tp*pp*cp one of 1, 2, 3, 6 (override)",
         ),
         (
             ["precision={dtype: fp32, fp8: {recipe: delayed}}"],
-            "precision.fp8 requires precision.dtype=bf16, got fp32; change precision.dtype, or remove precision.fp8 (override)",
+            "precision.fp8 requires precision.dtype=bf16, got fp32; change precision.dtype, or "
+            "remove precision.fp8 (override)",
         ),
-        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true requires parallel.tp > 1"),
+        (
+            ["parallel.sequence_parallel=true"],
+            "parallel.sequence_parallel=true requires parallel.tp > 1",
+        ),
         (["parallel.vpp=2"], "parallel.vpp=2 requires parallel.pp > 1"),
         (["batch.groups=together"], "batch.groups=together needs batch.tokens_per_microbatch >="),
         (
             ["objective=null", "objective.name=grpo", "batch.groups=apart"],
             "requires objective.name=pacs | real, got grpo",
         ),
-        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature=0 is greedy: all responses of a group are"),
-        (["batch.samples_per_prompt=1"], "compares the samples of a prompt; use at least 2 (override)"),
+        (
+            ["rollout.sampling.temperature=0"],
+            "rollout.sampling.temperature=0 is greedy: all responses of a group are",
+        ),
+        (
+            ["batch.samples_per_prompt=1"],
+            "compares the samples of a prompt; use at least 2 (override)",
+        ),
         (
             ["objective.actor_term=0.5", "batch.updates_per_step=2"],
             "actor_term 0, or 1 for both (override)",
@@ -77,25 +90,35 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             [*SERVERS, "rollout.servers.tp=16"],
-            "rollout.servers.tp=16: a server runs on one node with resources.gpus_per_node=8; change one of them",
+            "rollout.servers.tp=16: a server runs on one node with resources.gpus_per_node=8; "
+            "change one of them",
         ),
         (
-            [*SERVERS, "resources.rollout_nodes=2", "rollout.servers.tp=6", "rollout.servers.count=4"],
-            "= 24 GPUs, but resources.rollout_nodes * gpus_per_node = 2 * 8 offers 16; use at most 2 servers",
+            [
+                *SERVERS,
+                "resources.rollout_nodes=2",
+                "rollout.servers.tp=6",
+                "rollout.servers.count=4",
+            ],
+            "= 24 GPUs, but resources.rollout_nodes * gpus_per_node = 2 * 8 offers 16; use at "
+            "most 2 servers",
         ),
         (
             [*SERVERS, "resources.rollout_nodes=3", "rollout.servers.count=4"],
-            "rollout.servers.count=4 does not divide over resources.rollout_nodes=3; use a multiple of 3",
+            "rollout.servers.count=4 does not divide over resources.rollout_nodes=3; use a "
+            "multiple of 3",
         ),
         (["objective.reset_every=3"], "remove it or set reference to frozen (override)"),
         (["objective.score=grpo"], "it is required there; set the key (base.yaml:6)"),
         (
             ["batch.updates_per_step=9"],
-            "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update requires at least one group; use at most 8",
+            "batch.updates_per_step=9 is more than batch.prompts_per_step=8: an update requires "
+            "at least one group; use at most 8",
         ),
         (
             ["batch.tokens_per_microbatch=1023"],
-            "data.max_prompt_tokens=512 + rollout.sampling.max_response_tokens=512; use at least 1024",
+            "data.max_prompt_tokens=512 + rollout.sampling.max_response_tokens=512; use at least "
+            "1024",
         ),
         (["objective.name=sft"], "set rollout.engine=demonstrations (base.yaml:14)"),
         (
@@ -104,21 +127,46 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["reward=null"], "`reward` is missing; sampled responses require a verifier"),
         (
-            ["objective=null", "objective.name=w_reinforce", "batch.samples_per_prompt=1", ONE_CLASS],
+            [
+                "objective=null",
+                "objective.name=w_reinforce",
+                "batch.samples_per_prompt=1",
+                ONE_CLASS,
+            ],
             "drops every group of batch.samples_per_prompt=1 sample; set it to false (override)",
         ),
-        (["reward.label_threshold=2"], "label_threshold=2 gives every reward of 0 or 1 the same label; remove it"),
-        (["reward.label_threshold=0"], "label_threshold=0 gives every reward of 0 or 1 the same label; remove it"),
         (
-            ["objective=null", "objective={name: dapo, overlong_length: 20480, overlong_buffer: 4096}"],
-            "is not below rollout.sampling.max_response_tokens=512, so no response is punished; set overlong_length=512",
+            ["reward.label_threshold=2"],
+            "label_threshold=2 gives every reward of 0 or 1 the same label; remove it",
         ),
         (
-            ["objective=null", "objective={name: reinforce_pp, baseline: group}", "batch.samples_per_prompt=1"],
+            ["reward.label_threshold=0"],
+            "label_threshold=0 gives every reward of 0 or 1 the same label; remove it",
+        ),
+        (
+            [
+                "objective=null",
+                "objective={name: dapo, overlong_length: 20480, overlong_buffer: 4096}",
+            ],
+            "is not below rollout.sampling.max_response_tokens=512, so no response is punished; "
+            "set overlong_length=512",
+        ),
+        (
+            [
+                "objective=null",
+                "objective={name: reinforce_pp, baseline: group}",
+                "batch.samples_per_prompt=1",
+            ],
             "objective reinforce_pp compares the samples of a prompt; use at least 2 (override)",
         ),
-        ([ONE_CLASS, "admission.refill_rounds=-1"], "admission.refill_rounds=-1: expected greater than or equal to 0"),
-        (["admission.refill_rounds=3"], "admission.refill_rounds=3 requires admission.drop_one_class_groups=true"),
+        (
+            [ONE_CLASS, "admission.refill_rounds=-1"],
+            "admission.refill_rounds=-1: expected greater than or equal to 0",
+        ),
+        (
+            ["admission.refill_rounds=3"],
+            "admission.refill_rounds=3 requires admission.drop_one_class_groups=true",
+        ),
         (
             [*SFT, "admission.refill_rounds=3"],
             "admission.refill_rounds=3 requires rollout.engine=embedded | sglang, got dem",
@@ -147,8 +195,14 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["objective=null", "objective={name: ppo, kl_in: reward}"],
             "objective.kl_in=reward does not go with kl_coef=0.0",
         ),
-        (["objective.actor_term=0.5", "batch.epochs=2"], "use actor_term 0, or 1 for both (override)"),
-        (["reward={name: arithmetic, label_rule: authors}"], "it belongs to reward.name=math, and reward.name=arith"),
+        (
+            ["objective.actor_term=0.5", "batch.epochs=2"],
+            "use actor_term 0, or 1 for both (override)",
+        ),
+        (
+            ["reward={name: arithmetic, label_rule: authors}"],
+            "it belongs to reward.name=math, and reward.name=arith",
+        ),
         (["reward={name: code, test_memory_gib: 8}"], "must be below reward.memory_limit_gib=4"),
         (["reward={name: code, sandbox: docker}"], "expected one of bubblewrap, none (override)"),
         (["reward={name: http, url: 'http://u:p@x/y'}"], "without user or password"),
@@ -161,12 +215,24 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["policy.routing=replay_sampler"],
             "policy.routing=replay_sampler requires rollout.engine=sglang, got embedded",
         ),
-        (["policy.offload=optimizer"], "policy.offload=optimizer requires rollout.servers.colocated=true, got null"),
-        ([*AHEAD, "rollout.shares_gpus=true"], "rollout.max_staleness=1 requires rollout.shares_gpus=false"),
+        (
+            ["policy.offload=optimizer"],
+            "policy.offload=optimizer requires rollout.servers.colocated=true, got null",
+        ),
+        (
+            [*AHEAD, "rollout.shares_gpus=true"],
+            "rollout.max_staleness=1 requires rollout.shares_gpus=false",
+        ),
         ([*SFT, "rollout.max_staleness=1"], "max_staleness"),
         ([*SFT, "reward.name=math"], "`reward` is not used by rollout.engine=demonstrations"),
-        ([*SFT, "data.shuffle_labels=true"], "data.shuffle_labels=true requires rollout.engine=embedded | sglang"),
-        ([*SFT, "admission.truncated=drop"], "admission.truncated=drop requires rollout.engine=embedded | sglang"),
+        (
+            [*SFT, "data.shuffle_labels=true"],
+            "data.shuffle_labels=true requires rollout.engine=embedded | sglang",
+        ),
+        (
+            [*SFT, "admission.truncated=drop"],
+            "admission.truncated=drop requires rollout.engine=embedded | sglang",
+        ),
         (
             [*SFT, "data.train.preset=null", "data.train.columns={problem: p, answer: a}"],
             "`data.train.columns.solution` is missing",
@@ -181,17 +247,27 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it",
         ),
         (
-            [f"{SGLANG[:-1]}, folder: /x}}, sampling: {{max_response_tokens: 8}}}}".replace("disk", "ipc")],
+            [
+                f"{SGLANG[:-1]}, folder: /x}}, sampling: {{max_response_tokens: 8}}}}".replace(
+                    "disk", "ipc"
+                )
+            ],
             "rollout.sync.folder=/x requires rollout.sync.transport=disk, got ipc",
         ),
-        (["optimizer.min_lr=1e-8"], "optimizer.min_lr=1e-08 requires optimizer.schedule=linear | cosine, got constant"),
+        (
+            ["optimizer.min_lr=1e-8"],
+            "optimizer.min_lr=1e-08 requires optimizer.schedule=linear | cosine, got constant",
+        ),
         (
             ["optimizer.schedule=linear", "optimizer.warmup_updates=10"],
             "leaves no update for the decay: the run has 10",
         ),
         ([BENCH], "`evaluation.sampling` is missing"),
         (
-            [f"{SGLANG}, sampling: {{max_response_tokens: 8, stop: {list('abcdefghijklmnopqrstuvwxyz0123456')}}}}}"],
+            [
+                f"{SGLANG}, sampling: {{max_response_tokens: 8, stop: "
+                f"{list('abcdefghijklmnopqrstuvwxyz0123456')}}}}}"
+            ],
             "rollout.sampling.stop has 33 strings, but SGLang allows at most 32; shorten it",
         ),
         (
@@ -202,7 +278,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             [
                 BENCH,
                 SAMPLING,
-                "evaluation.benchmarks=[{path: a, preset: aime, name: x}, {path: b, preset: aime, name: x}]",
+                "evaluation.benchmarks=[{path: a, preset: aime, name: x}, {path: b, preset: aime, "
+                "name: x}]",
             ],
             "name=x is also the name of benchmark 0; rename it",
         ),
@@ -224,8 +301,16 @@ def test_rejected(base: Path, overrides: list[str], expected: str) -> None:
         SFT,
         [BENCH, SAMPLING, "evaluation.k=[1, 4]"],
         ["run.nproc=4", "parallel.tp=2"],
-        *(["objective=null", f"objective={{name: {name}}}", "batch.samples_per_prompt=1"] for name in LONE),
-        ["objective=null", "objective={name: ppo, critic: {warmup_steps: 10}}", ONE_CLASS, "admission.refill_rounds=3"],
+        *(
+            ["objective=null", f"objective={{name: {name}}}", "batch.samples_per_prompt=1"]
+            for name in LONE
+        ),
+        [
+            "objective=null",
+            "objective={name: ppo, critic: {warmup_steps: 10}}",
+            ONE_CLASS,
+            "admission.refill_rounds=3",
+        ],
         ["objective=null", "objective={name: dapo, overlong_length: 600, overlong_buffer: 100}"],
         ["reward.label_threshold=0.5"],
     ],
@@ -256,11 +341,27 @@ class Shape:
 @pytest.mark.parametrize(
     ("overrides", "shape", "expected"),
     [
-        (["parallel.tp=3"], Shape(), "parallel.tp=3 does not divide num_key_value_heads=8 of M; use one of 1, 2, 4, 8"),
-        (["parallel.tp=8"], Shape(num_heads=12, num_kv_heads=8), "num_attention_heads=12 of M; use one of 1, 2, 4"),
+        (
+            ["parallel.tp=3"],
+            Shape(),
+            "parallel.tp=3 does not divide num_key_value_heads=8 of M; use one of 1, 2, 4, 8",
+        ),
+        (
+            ["parallel.tp=8"],
+            Shape(num_heads=12, num_kv_heads=8),
+            "num_attention_heads=12 of M; use one of 1, 2, 4",
+        ),
         (["parallel.tp=2"], Shape(ffn_size=333), "intermediate_size=333 of M; use 1"),
-        (["parallel.pp=3"], Shape(), "parallel.pp=3 does not divide num_hidden_layers=40 of M; make it one of 1, 2, 4"),
-        (["parallel.pp=4", "parallel.vpp=3"], Shape(), "parallel.pp*vpp=12 does not divide num_hidden_layers=40"),
+        (
+            ["parallel.pp=3"],
+            Shape(),
+            "parallel.pp=3 does not divide num_hidden_layers=40 of M; make it one of 1, 2, 4",
+        ),
+        (
+            ["parallel.pp=4", "parallel.vpp=3"],
+            Shape(),
+            "parallel.pp*vpp=12 does not divide num_hidden_layers=40",
+        ),
         (["parallel.ep=2"], Shape(), "parallel.ep=2, but M has no experts; set parallel.ep=1"),
         (
             ["parallel.ep=3"],
@@ -275,12 +376,17 @@ class Shape:
                 "parallel.tp=2",
             ],
             Shape(ffn_size=1000),
-            "multiples of 16 on every tensor-parallel rank, but M has intermediate_size=1000 with parallel.tp=2; lower",
+            "multiples of 16 on every tensor-parallel rank, but M has intermediate_size=1000 with "
+            "parallel.tp=2; lower",
         ),
         (
-            ["resources={gpus_per_node: 8, gpu: h200}", "precision={dtype: bf16, fp8: {recipe: tensorwise}}"],
+            [
+                "resources={gpus_per_node: 8, gpu: h200}",
+                "precision={dtype: bf16, fp8: {recipe: tensorwise}}",
+            ],
             Shape(head_dim=10, num_heads=8, num_kv_heads=1),
-            "but M has (num_attention_heads + 2 * num_key_value_heads) * head_dim=100 with parallel.tp=1; remove precision.fp8",
+            "but M has (num_attention_heads + 2 * num_key_value_heads) * head_dim=100 with "
+            "parallel.tp=1; remove precision.fp8",
         ),
         (
             [
@@ -289,9 +395,14 @@ class Shape:
                 "parallel={tp: 2, sequence_parallel: true}",
             ],
             Shape(hidden_size=1088),
-            "blockwise with parallel.sequence_parallel needs a multiple of 128 as hidden_size, M has 1088; use recipe tensorwise",
+            "blockwise with parallel.sequence_parallel needs a multiple of 128 as hidden_size, M "
+            "has 1088; use recipe tensorwise",
         ),
-        ([], Shape(max_positions=100), "positions, but M has max_position_embeddings=100; lower one of them"),
+        (
+            [],
+            Shape(max_positions=100),
+            "positions, but M has max_position_embeddings=100; lower one of them",
+        ),
         (
             [],
             Shape(max_positions=10, rope_scaling={"rope_type": "linear", "factor": 4.0}),
@@ -300,7 +411,8 @@ class Shape:
         (
             [*SERVERS, "rollout.servers.tp=3"],
             Shape(),
-            "rollout.servers.tp=3 does not divide num_attention_heads=40 and num_key_value_heads=8 of M; use one of 1, 2, 4, 8",
+            "rollout.servers.tp=3 does not divide num_attention_heads=40 and "
+            "num_key_value_heads=8 of M; use one of 1, 2, 4, 8",
         ),
     ],
 )
@@ -323,5 +435,8 @@ def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
     ],
 )
 def test_layout(base: Path, overrides: list[str], ranks: int, key: str) -> None:
-    assert [named_key(problem) for problem in layout_problems(load_config(base, overrides).config, ranks)] == [key]
+    assert [
+        named_key(problem)
+        for problem in layout_problems(load_config(base, overrides).config, ranks)
+    ] == [key]
     assert layout_problems(load_config(base).config, 8) == []

@@ -15,7 +15,10 @@ from pacs_megatron.errors import ConfigError
     [
         ("", "expected a mapping"),
         ("- a", "expected a mapping (`key: value` lines) at the top, got a list"),
-        ("partition: x", "`name` is missing; add it: Name of the cluster, for messages. (site.yaml:1)"),
+        (
+            "partition: x",
+            "`name` is missing; add it: Name of the cluster, for messages. (site.yaml:1)",
+        ),
         ("name: x\nacount: y", "unknown key `acount`; did you mean `account`? (site.yaml:2)"),
         (
             "name: x\nlauncher: mpirun",
@@ -36,7 +39,9 @@ from pacs_megatron.errors import ConfigError
         ("name: x\nmodules: ['cuda; rm x']", "modules.0: expected the name of a module"),
     ],
 )
-def test_a_wrong_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
+def test_a_wrong_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("site.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:

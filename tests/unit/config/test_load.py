@@ -77,7 +77,9 @@ def test_values_and_origins(base: Path) -> None:
 
 
 def test_resolved_yaml_loads_back_equal(base: Path, tmp_path: Path) -> None:
-    loaded = load_config(base, ["optimizer.lr=3.5e-7", "rollout.sampling.stop=['</a>', 'no']", "data.prompt_suffix="])
+    loaded = load_config(
+        base, ["optimizer.lr=3.5e-7", "rollout.sampling.stop=['</a>', 'no']", "data.prompt_suffix="]
+    )
     assert loaded.config.data.prompt_suffix == ""
     again = load_config(write(tmp_path, "resolved.yaml", loaded.to_yaml()))
     assert again.config == loaded.config
@@ -96,9 +98,15 @@ def test_include_later_wins_and_mappings_merge(base: Path, tmp_path: Path) -> No
 
 
 def test_another_strategy_replaces_its_options_as_a_whole(base: Path, tmp_path: Path) -> None:
-    run = write(tmp_path, "run.yaml", "include: base.yaml\nobjective:\n  name: grpo\n  clip_high: 0.28\n")
-    assert load_config(run).config.objective == GrpoOptions(name="grpo", clip_high=0.28)  # without beta: 2
-    same = write(tmp_path, "same.yaml", "include: base.yaml\nobjective:\n  name: pacs\n  score: naive\n")
+    run = write(
+        tmp_path, "run.yaml", "include: base.yaml\nobjective:\n  name: grpo\n  clip_high: 0.28\n"
+    )
+    assert load_config(run).config.objective == GrpoOptions(
+        name="grpo", clip_high=0.28
+    )  # without beta: 2
+    same = write(
+        tmp_path, "same.yaml", "include: base.yaml\nobjective:\n  name: pacs\n  score: naive\n"
+    )
     assert load_config(same).config.objective == PacsOptions(name="pacs", beta=2.0, score="naive")
 
 
@@ -118,7 +126,8 @@ def test_overriding_an_element_of_a_list(base: Path, tmp_path: Path) -> None:
     run = write(
         tmp_path,
         "run.yaml",
-        text + "    - {path: a.jsonl, preset: aime}\n    - {path: b.jsonl, preset: aime, name: second}\n",
+        text + "    - {path: a.jsonl, preset: aime}\n    - {path: b.jsonl, preset: aime, name: "
+        "second}\n",
     )
     loaded = load_config(run, ["evaluation.benchmarks.1.limit=7"])
     assert [dataset.limit for dataset in loaded.config.evaluation.benchmarks] == [None, 7]
@@ -135,18 +144,29 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["optimizer.lrr=1"], "unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)"),
-        (["optimizer.clip_grad=1"], "unknown key `optimizer.clip_grad`; it is now called `objective.clip_grad`"),
-        (["lr=4"], "unknown key `lr`; did you mean `objective.critic.lr` or `optimizer.lr`? (override)"),
+        (
+            ["optimizer.lrr=1"],
+            "unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)",
+        ),
+        (
+            ["optimizer.clip_grad=1"],
+            "unknown key `optimizer.clip_grad`; it is now called `objective.clip_grad`",
+        ),
+        (
+            ["lr=4"],
+            "unknown key `lr`; did you mean `objective.critic.lr` or `optimizer.lr`? (override)",
+        ),
         (["optimiser.lr=1"], "unknown key `optimiser`; did you mean `optimizer`? (override)"),
         (
             ["objective.gamma=0.9"],
-            "unknown key `objective.gamma`; it belongs to objective.name=ppo, and objective.name=pacs does not use it; "
+            "unknown key `objective.gamma`; it belongs to objective.name=ppo, and "
+            "objective.name=pacs does not use it; "
             "remove the key (override)",
         ),
         (
             ["run.steps='3'"],
-            "run.steps='3': expected an integer, not text; remove the quotes or write a plain value (override)",
+            "run.steps='3': expected an integer, not text; remove the quotes or write a plain "
+            "value (override)",
         ),
         (["run.steps=1.5"], "run.steps=1.5: expected an integer (override)"),
         (["run.steps=true"], "run.steps=True: expected an integer (override)"),
@@ -155,17 +175,31 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (["optimizer.lr=.nan"], "optimizer.lr=nan: expected a finite number (override)"),
         (
             ["reward.name=maths"],
-            "reward.name='maths': expected one of math, arithmetic, format, code, http, custom, weighted; did you mean math? (override)",
+            "reward.name='maths': expected one of math, arithmetic, format, code, http, custom, "
+            "weighted; did you mean math? (override)",
         ),
-        (["objective.reward_proxy=sum_log"], "sum_log_ratio, mean_log_prob; did you mean sum_log_ratio? (override)"),
-        (["precision.dtype=bf61"], "precision.dtype='bf61': expected one of fp32, bf16; did you mean bf16? (override)"),
+        (
+            ["objective.reward_proxy=sum_log"],
+            "sum_log_ratio, mean_log_prob; did you mean sum_log_ratio? (override)",
+        ),
+        (
+            ["precision.dtype=bf61"],
+            "precision.dtype='bf61': expected one of fp32, bf16; did you mean bf16? (override)",
+        ),
         (["batch=3"], "batch=3: expected a mapping of BatchOptions (override)"),
         (["reward.timeout_s=[1]"], "reward.timeout_s=[1]: expected a number (override)"),
         (["data.train.limit=-1"], "data.train.limit=-1: expected greater than 0 (override)"),
         (["evaluation.k=[]"], "evaluation.k=[]: expected at least 1 item (override)"),
         (["evaluation.k=3"], "evaluation.k=3: expected a tuple; write a list: [a, b] (override)"),
-        (["optimizer.lr"], "override 'optimizer.lr': expected key=value with a dotted key, such as optimizer.lr=1e-6"),
-        (["a..b=1"], "override 'a..b=1': expected key=value with a dotted key, such as optimizer.lr=1e-6"),
+        (
+            ["optimizer.lr"],
+            "override 'optimizer.lr': expected key=value with a dotted key, such as "
+            "optimizer.lr=1e-6",
+        ),
+        (
+            ["a..b=1"],
+            "override 'a..b=1': expected key=value with a dotted key, such as optimizer.lr=1e-6",
+        ),
         (["run.steps=1", "nope=1", "objective.bta=3"], "(and 1 more)"),
     ],
 )
@@ -179,17 +213,20 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
         (
             "  steps: 10\n",
             "",
-            "`run.steps` is missing; add it: Number of training steps (rollout batches). (bad.yaml:1)",
+            "`run.steps` is missing; add it: Number of training steps (rollout batches). "
+            "(bad.yaml:1)",
         ),
         (
             "  name: math\n",
             "  workers: 2\n",
-            "`reward.name` is missing; set it to one of math, arithmetic, format, code, http, custom, weighted (bad.yaml:17)",
+            "`reward.name` is missing; set it to one of math, arithmetic, format, code, http, "
+            "custom, weighted (bad.yaml:17)",
         ),
         (
             "  beta: 2\n",
             "  beta: 2\n  beta: 3\n",
-            "key `beta` is written twice in one mapping, first at bad.yaml:8; keep one (bad.yaml:9)",
+            "key `beta` is written twice in one mapping, first at bad.yaml:8; keep one "
+            "(bad.yaml:9)",
         ),
         ("  beta: 2\n", "  beta: [2\n", "not valid YAML: "),
         (
@@ -197,13 +234,22 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
             "  beta: !!python/object/apply:os.system ['true']\n",
             "is not supported; write a plain value (bad.yaml:8)",
         ),
-        ("  beta: 2\n", "  beta: &x 2\n  actor_term: *x\n", "YAML anchors and aliases are not supported"),
+        (
+            "  beta: 2\n",
+            "  beta: &x 2\n  actor_term: *x\n",
+            "YAML anchors and aliases are not supported",
+        ),
         ("  beta: 2\n", "  ? [a, b]\n  : 2\n", "expected a plain word as key, got a sequence"),
-        ("  beta: 2\n", "  btea: 2\n", "unknown key `objective.btea`; did you mean `objective.beta`? (bad.yaml:8)"),
+        (
+            "  beta: 2\n",
+            "  btea: 2\n",
+            "unknown key `objective.btea`; did you mean `objective.beta`? (bad.yaml:8)",
+        ),
         (
             "run:\n",
             "include: nothere.yaml\nrun:\n",
-            "include='nothere.yaml': no such file nothere.yaml; paths are relative to the including file (bad.yaml:1)",
+            "include='nothere.yaml': no such file nothere.yaml; paths are relative to the "
+            "including file (bad.yaml:1)",
         ),
         (
             "run:\n",
@@ -212,7 +258,9 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
         ),
     ],
 )
-def test_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, expected: str) -> None:
+def test_wrong_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, expected: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert old in BASE
     assert expected in fail(write(tmp_path, "bad.yaml", BASE.replace(old, new, 1)))
@@ -220,7 +268,9 @@ def test_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, 
 
 def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "cannot read the configuration nope.yaml: No such file or directory" in fail(tmp_path / "nope.yaml")
+    assert "cannot read the configuration nope.yaml: No such file or directory" in fail(
+        tmp_path / "nope.yaml"
+    )
     assert "expected a mapping" in fail(write(tmp_path, "list.yaml", "- 1\n"))
     assert "got nothing" in fail(write(tmp_path, "empty.yaml", ""))
     (tmp_path / "latin.yaml").write_bytes(b"run: \xe9\n")
@@ -231,10 +281,16 @@ def test_include_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a.yaml", "include: b.yaml\n")
     write(tmp_path, "b.yaml", "include: a.yaml\n")
-    assert fail(tmp_path / "a.yaml") == "include cycle: a.yaml -> b.yaml -> a.yaml; remove one of these includes"
+    assert (
+        fail(tmp_path / "a.yaml")
+        == "include cycle: a.yaml -> b.yaml -> a.yaml; remove one of these includes"
+    )
 
 
 def test_a_shared_include_is_no_cycle(base: Path, tmp_path: Path) -> None:
     write(tmp_path, "x.yaml", "include: base.yaml\n")
     write(tmp_path, "y.yaml", "include: base.yaml\n")
-    assert load_config(write(tmp_path, "run.yaml", "include: [x.yaml, y.yaml]\n")).config.run.name == "demo"
+    assert (
+        load_config(write(tmp_path, "run.yaml", "include: [x.yaml, y.yaml]\n")).config.run.name
+        == "demo"
+    )

@@ -1,4 +1,6 @@
-"""Strings of run and cluster files are validated by their meaning; a rejection is one line with the key."""
+"""Strings of run and cluster files are validated by their meaning; a rejection is one line with the
+key.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ from pacs_megatron.errors import ConfigError
 from tests.unit.config.test_load import BASE
 
 NO_SERVERS = (
-    *("http://host:99999", "http://host:port", "http://host:0", "http://host", "https://host:1", "http://host:1/v1"),
+    *(
+        "http://host:99999",
+        "http://host:port",
+        "http://host:0",
+        "http://host",
+        "https://host:1",
+        "http://host:1/v1",
+    ),
     *("http://" + "a" * 64 + ":1", "http://..:1", "http://a..b:1"),
     *("http://host:1?key=x", "http://host:1#x", "host:1", "http://:1"),
 )
 SGLANG = "rollout={engine: sglang, sampling: {max_response_tokens: 8}, sync: {transport: disk}"
 
 WEIGHTED = (
-    "reward={{name: weighted, label_threshold: 0.5, components: [{{weight: {}, reward: {{name: math}}}}, "
+    "reward={{name: weighted, label_threshold: 0.5, components: [{{weight: {}, reward: {{name: "
+    "math}}}}, "
     "{{weight: 1, reward: {{name: arithmetic}}}}]}}"
 )
 
@@ -43,19 +53,31 @@ def refusal(path: Path, override: str) -> str:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("resources.time_limit=99:99:99", "resources.time_limit: expected [days-]hours:minutes:seconds"),
+        (
+            "resources.time_limit=99:99:99",
+            "resources.time_limit: expected [days-]hours:minutes:seconds",
+        ),
         ("resources.time_limit=1-24:00:00", "resources.time_limit: expected"),
         ('resources.time_limit="04:00:00\\n"', "resources.time_limit: expected"),
         ("model.path=", "model.path: expected text, got an empty string"),
         ('model.path="a\\nb"', "model.path: expected one line, got the control character '\\n'"),
-        (f"model.path={'a' * 300}", "model.path: expected file names of at most 255 bytes, got 300"),
+        (
+            f"model.path={'a' * 300}",
+            "model.path: expected file names of at most 255 bytes, got 300",
+        ),
         (f"model.path={'a/' * 3000}", "model.path: expected a path of at most 4095 bytes"),
         (f"run.name={'a' * 300}", "run.name: expected at most 200 bytes, got 300; shorten it"),
         ("run.name=$(touch x)", "run.name: expected letters, digits"),
         ("data.train.name=../../x", "data.train.name: expected letters, digits"),
         (f"run.seed={2**63}", "run.seed="),
-        (f"{SGLANG}, urls: ['file:///etc/passwd']}}", "rollout.urls.0: expected http://<host>:<port>"),
-        (f"{SGLANG}, urls: ['http://host:99999']}}", "rollout.urls.0: expected http://<host>:<port>"),
+        (
+            f"{SGLANG}, urls: ['file:///etc/passwd']}}",
+            "rollout.urls.0: expected http://<host>:<port>",
+        ),
+        (
+            f"{SGLANG}, urls: ['http://host:99999']}}",
+            "rollout.urls.0: expected http://<host>:<port>",
+        ),
         (f"{SGLANG}, urls: ['']}}", "rollout.urls.0: expected text"),
         (f"{SGLANG}, urls: ['http://']}}", "rollout.urls.0: expected http://<host>:<port>"),
         (f"{SGLANG}, urls: ['http://a b:1']}}", "rollout.urls.0: expected http://<host>:<port>"),
@@ -63,13 +85,31 @@ def refusal(path: Path, override: str) -> str:
             f"{SGLANG}, urls: ['http://user:pw@h:1']}}",
             "rollout.urls.0: expected http://<host>:<port> without user or password",
         ),
-        *((f"{SGLANG}, urls: ['{url}']}}", "rollout.urls.0: expected http://<host>:<port>") for url in NO_SERVERS),
-        (f"{SGLANG}, urls: ['http://h:1', 'http://H:1/']}}", "rollout.urls: http://h:1 is named twice"),
-        ("reward={name: format, pattern: '('}", "reward.pattern: expected a regular expression of Python, got '('"),
-        (f"reward={{name: format, pattern: '{'(' * 5000 + ')' * 5000}'}}", "reward.pattern: expected a regular"),
-        ("reward={name: format, pattern: 'a{9999999999}'}", "reward.pattern: expected a regular expression of Python"),
+        *(
+            (f"{SGLANG}, urls: ['{url}']}}", "rollout.urls.0: expected http://<host>:<port>")
+            for url in NO_SERVERS
+        ),
+        (
+            f"{SGLANG}, urls: ['http://h:1', 'http://H:1/']}}",
+            "rollout.urls: http://h:1 is named twice",
+        ),
+        (
+            "reward={name: format, pattern: '('}",
+            "reward.pattern: expected a regular expression of Python, got '('",
+        ),
+        (
+            f"reward={{name: format, pattern: '{'(' * 5000 + ')' * 5000}'}}",
+            "reward.pattern: expected a regular",
+        ),
+        (
+            "reward={name: format, pattern: 'a{9999999999}'}",
+            "reward.pattern: expected a regular expression of Python",
+        ),
         (WEIGHTED.format("1e308"), "reward.components.0.weight=1e+308: expected"),
-        (f"{SGLANG}, urls: ['http://h:1'], api_key_env: 'A=B'}}", "rollout.api_key_env: expected the name of an env"),
+        (
+            f"{SGLANG}, urls: ['http://h:1'], api_key_env: 'A=B'}}",
+            "rollout.api_key_env: expected the name of an env",
+        ),
     ],
 )
 def test_run_strings(base: Path, override: str, expected: str) -> None:
@@ -126,7 +166,9 @@ def test_cluster_strings(tmp_path: Path, line: str) -> None:
 def test_binding_to_cores_requires_the_number_of_cores(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("name: x\ncpu_bind: verbose,cores\n")
-    with pytest.raises(ConfigError, match="cpu_bind=verbose,cores without cpus_per_task binds a rank"):
+    with pytest.raises(
+        ConfigError, match="cpu_bind=verbose,cores without cpus_per_task binds a rank"
+    ):
         load_cluster(path)
     path.write_text("name: x\ncpu_bind: map_ldom:0,1\n")
     assert load_cluster(path).cpu_bind == "map_ldom:0,1"

@@ -1,4 +1,6 @@
-"""HF -> Megatron -> HF is bit-identical for every family; verification finds a flipped bit; faults leave nothing behind."""
+"""HF -> Megatron -> HF is bit-identical for every family; verification finds a flipped bit; faults
+leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def to_hf(checkpoint: Path, out: Path, *, max_shard_bytes: int = 10**9, **change
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Read by safetensors itself."""
-    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    return {
+        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
+    }
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -64,7 +68,9 @@ def converted(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_round_trip_is_bit_identical(case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip_is_bit_identical(
+    case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if dtype == "bfloat16":
         # Some jobs are over the limit of bytes in flight.
         monkeypatch.setattr("pacs_megatron.convert.pipeline.IN_FLIGHT_BYTES", 8000)
@@ -79,7 +85,9 @@ def test_round_trip_is_bit_identical(case: str, dtype: str, tmp_path: Path, monk
 def test_special_values_survive(tiny_qwen3: Path, tmp_path: Path) -> None:
     hf = shutil.copytree(tiny_qwen3, tmp_path / "hf")
     tensors = load_file(hf / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][0, :3] = torch.tensor([float("nan"), float("-inf"), -0.0])
+    tensors["model.layers.0.mlp.up_proj.weight"][0, :3] = torch.tensor(
+        [float("nan"), float("-inf"), -0.0]
+    )
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     checkpoint = to_megatron(hf, tmp_path / "ckpt", verify=True)
     assert_same_bits(tensors_of(to_hf(checkpoint, tmp_path / "back", verify=True)), tensors)
@@ -106,8 +114,13 @@ def test_the_exported_folder_is_complete(converted: Path, tiny_qwen3: Path, tmp_
     model = AutoModelForCausalLM.from_pretrained(back)
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits, AutoModelForCausalLM.from_pretrained(tiny_qwen3)(tokens).logits)
-    assert AutoTokenizer.from_pretrained(back).chat_template == AutoTokenizer.from_pretrained(tiny_qwen3).chat_template
+        assert torch.equal(
+            model(tokens).logits, AutoModelForCausalLM.from_pretrained(tiny_qwen3)(tokens).logits
+        )
+    assert (
+        AutoTokenizer.from_pretrained(back).chat_template
+        == AutoTokenizer.from_pretrained(tiny_qwen3).chat_template
+    )
 
 
 def test_the_certificate_lists_both_sides(converted: Path, tiny_qwen3: Path) -> None:
@@ -124,14 +137,18 @@ def test_the_certificate_lists_both_sides(converted: Path, tiny_qwen3: Path) -> 
 
 
 def test_a_checkpoint_reads_like_a_folder(converted: Path, tiny_qwen3: Path) -> None:
-    weights, folder = open_weights(converted), open_weights(tiny_qwen3)
+    weights = open_weights(converted)
+    folder = open_weights(tiny_qwen3)
     assert isinstance(weights, MegatronWeights) and isinstance(folder, HfFolder)
     assert set(weights.names) == set(folder.names)
     assert all(torch.equal(weights.get(name), folder.get(name)) for name in folder.names)
 
 
-# ---------------------------------------------------------------------------------------------------------- verification
-def test_verify_writes_a_certificate_and_finds_a_flipped_bit(converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:
+# ----------------------------------------------------------------------------------------------------------
+# verification
+def test_verify_writes_a_certificate_and_finds_a_flipped_bit(
+    converted: Path, tiny_qwen3: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "certificate.json"
     summary = verify(str(tiny_qwen3), converted, out, step=None, logits=None)
     assert "equal bit for bit" in summary
@@ -145,7 +162,9 @@ def test_verify_writes_a_certificate_and_finds_a_flipped_bit(converted: Path, ti
     tensors = load_file(altered / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.int32)[3, 5] ^= 1
     save_file(tensors, altered / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=r"layers\.1\.self_attn\.k_proj\.weight of .* differs"):
+    with pytest.raises(
+        ConversionError, match=r"layers\.1\.self_attn\.k_proj\.weight of .* differs"
+    ):
         verify(str(altered), converted, out, step=None, logits=None)
     assert not out.exists()
 
@@ -155,12 +174,16 @@ def test_verify_finds_another_config(converted: Path, tiny_qwen3: Path, tmp_path
     altered = shutil.copytree(tiny_qwen3, tmp_path / "altered")
     config = json.loads((altered / "config.json").read_text())
     (altered / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(ConversionError, match=r"altered: config\.json has norm_eps=0\.001, .* has 1e-06"):
+    with pytest.raises(
+        ConversionError, match=r"altered: config\.json has norm_eps=0\.001, .* has 1e-06"
+    ):
         verify(str(altered), converted, tmp_path / "certificate.json", step=None, logits=None)
 
 
 @pytest.mark.parametrize("existing", ["another file", "a folder", "a pipe"])
-def test_a_certificate_replaces_nothing_else(existing: str, converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_certificate_replaces_nothing_else(
+    existing: str, converted: Path, tiny_qwen3: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "certificate.json"
     verify(str(tiny_qwen3), converted, out, step=None, logits=None)
     verify(str(tiny_qwen3), converted, out, step=None, logits=None)  # its own earlier file
@@ -171,12 +194,16 @@ def test_a_certificate_replaces_nothing_else(existing: str, converted: Path, tin
         out.mkdir()
     else:
         out.write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ConfigError, match=r"is not an earlier output of this command|is not a regular file"):
+    with pytest.raises(
+        ConfigError, match=r"is not an earlier output of this command|is not a regular file"
+    ):
         verify(str(tiny_qwen3), converted, out, step=None, logits=None)
     assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
 
 
-def test_verify_finds_an_altered_checkpoint_file(converted: Path, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_verify_finds_an_altered_checkpoint_file(
+    converted: Path, tiny_qwen3: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(converted, tmp_path / "ckpt")
     file = max((copy / "dist").glob("*.distcp"), key=lambda p: p.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -202,7 +229,8 @@ def test_verification_while_converting_keeps_a_wrong_result_from_its_name(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------------------
+# faults
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -234,13 +262,21 @@ SOURCE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"model\.norm\.weight is \[3\], expected \[64\]",
     ),
     "mixed dtypes in one row": (
-        _edit(lambda t: t.update({k: t[k].bfloat16() for k in ["model.layers.0.mlp.up_proj.weight"]})),
+        _edit(
+            lambda t: t.update({k: t[k].bfloat16() for k in ["model.layers.0.mlp.up_proj.weight"]})
+        ),
         "dtypes differ",
     ),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "truncated|no whole"),
     "unsupported family": (_config(model_type="gemma3"), "model_type='gemma3'"),
-    "a layer more than the weights have": (_config(num_hidden_layers=3, layer_types=None), r"lacks model\.layers\.2"),
-    "marked as tied, but with its own output": (_config(tie_word_embeddings=True), "lm_head.weight differs"),
+    "a layer more than the weights have": (
+        _config(num_hidden_layers=3, layer_types=None),
+        r"lacks model\.layers\.2",
+    ),
+    "marked as tied, but with its own output": (
+        _config(tie_word_embeddings=True),
+        "lm_head.weight differs",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
 }
 
@@ -259,7 +295,9 @@ def test_a_bad_source_is_one_line_a_code_and_no_output(
     damage, words = SOURCE_FAULTS[fault]
     damage(hf)
     (tmp_path / "work").mkdir()
-    code = main(["convert", "to-megatron", "--hf", str(hf), "--out", str(tmp_path / "work" / "ckpt")])
+    code = main(
+        ["convert", "to-megatron", "--hf", str(hf), "--out", str(tmp_path / "work" / "ckpt")]
+    )
     captured = capsys.readouterr()
     assert code == 1
     error_lines = [line for line in captured.err.splitlines() if "Error: " in line]
@@ -283,7 +321,10 @@ def _refresh_manifest(folder: Path) -> None:
     from pacs_megatron.checkpoint.manifest import digest_file
 
     manifest = read_manifest(folder)
-    write_manifest(folder, Manifest(step=manifest.step, files={n: digest_file(folder / n) for n in manifest.files}))
+    write_manifest(
+        folder,
+        Manifest(step=manifest.step, files={n: digest_file(folder / n) for n in manifest.files}),
+    )
 
 
 def _deeper_config(folder: Path) -> None:
@@ -299,7 +340,10 @@ def _wider_config(folder: Path) -> None:
 CHECKPOINT_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "no complete checkpoint"),
     "file missing": (lambda f: (f / "dist" / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
-    "file truncated": (lambda f: os.truncate(f / "dist" / "__0_0.distcp", 10), "truncated or altered"),
+    "file truncated": (
+        lambda f: os.truncate(f / "dist" / "__0_0.distcp", 10),
+        "truncated or altered",
+    ),
     "key without a row": (_deeper_config, r"contains model\.decoder\.layers\.1\..*which no row"),
     "row without a key": (_drop_key, r"lacks model\.decoder\.final_layernorm\.weight"),
     "wrong shape": (_wider_config, r"linear_fc1\.weight is \[256, 64\], expected \[320, 64\]"),
@@ -307,7 +351,9 @@ CHECKPOINT_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", CHECKPOINT_FAULTS)
-def test_a_bad_checkpoint_is_one_line_and_no_output(fault: str, converted: Path, tmp_path: Path) -> None:
+def test_a_bad_checkpoint_is_one_line_and_no_output(
+    fault: str, converted: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(converted, tmp_path / "ckpt")
     damage, words = CHECKPOINT_FAULTS[fault]
     damage(copy)
@@ -323,8 +369,12 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("name", ["dist/__0_0.distcp", "dist/common.pt", "dist/.metadata", "hf/tokenizer.json"])
-def test_a_flipped_bit_is_rejected_and_no_verify_is_recorded(name: str, converted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["dist/__0_0.distcp", "dist/common.pt", "dist/.metadata", "hf/tokenizer.json"]
+)
+def test_a_flipped_bit_is_rejected_and_no_verify_is_recorded(
+    name: str, converted: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(converted, tmp_path / "ckpt")
     flip_a_bit(copy / name)
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)} was altered"):
@@ -337,17 +387,23 @@ def test_a_flipped_bit_is_rejected_and_no_verify_is_recorded(name: str, converte
         assert {"name": "files of the checkpoint", "result": "not verified (--no-verify)"} in checks
 
 
-def test_an_existing_output_and_a_full_disk(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_output_and_a_full_disk(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ckpt").mkdir()
     with pytest.raises(CheckpointError, match="exists already"):
         to_megatron(tiny_qwen3, tmp_path / "ckpt")
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        staging.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(100, 90, 10)
+    )  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"GB free; free some"):
         to_megatron(tiny_qwen3, tmp_path / "other")
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_a_redundant_copy_of_tied_embeddings_is_left_out(tiny_qwen3_tied: Path, tmp_path: Path) -> None:
+def test_a_redundant_copy_of_tied_embeddings_is_left_out(
+    tiny_qwen3_tied: Path, tmp_path: Path
+) -> None:
     hf = shutil.copytree(tiny_qwen3_tied, tmp_path / "hf")
     _edit(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(hf)
     _edit(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))(hf)
@@ -357,7 +413,9 @@ def test_a_redundant_copy_of_tied_embeddings_is_left_out(tiny_qwen3_tied: Path, 
     assert_same_bits(tensors_of(to_hf(checkpoint, tmp_path / "back")), tensors_of(tiny_qwen3_tied))
 
 
-def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_a_step_of_a_run(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (10, 20):
         folder = shutil.copytree(converted, tmp_path / "checkpoints" / f"step_{step:06d}")
         write_manifest(folder, Manifest(step=step, files=read_manifest(folder).files))
@@ -377,7 +435,8 @@ def test_finding_a_step_of_a_run(converted: Path, tmp_path: Path, monkeypatch: p
         find_checkpoint(tmp_path / "checkpoints" / "step_000010", 20)
 
 
-# -------------------------------------------------------------------------------------------------------------- pipeline
+# --------------------------------------------------------------------------------------------------------------
+# pipeline
 def test_an_error_of_a_worker_stops_the_rest_and_travels() -> None:
     started: list[int] = []
 
@@ -395,7 +454,9 @@ def test_an_error_of_a_worker_stops_the_rest_and_travels() -> None:
 def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> None:
     mutex = threading.Lock()
     now: list[int] = []
-    peak, most_large, overlapped = 0, 0, False
+    peak = 0
+    most_large = 0
+    overlapped = False
 
     def job(size: int) -> None:
         nonlocal peak, most_large, overlapped
@@ -409,12 +470,18 @@ def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> Non
         with mutex:
             now.remove(size)
 
-    sizes = [IN_FLIGHT_BYTES // 3, IN_FLIGHT_BYTES // 2, 2 * IN_FLIGHT_BYTES, IN_FLIGHT_BYTES // 4] * 5
+    sizes = [
+        IN_FLIGHT_BYTES // 3,
+        IN_FLIGHT_BYTES // 2,
+        2 * IN_FLIGHT_BYTES,
+        IN_FLIGHT_BYTES // 4,
+    ] * 5
     run_jobs("test", [Job(size, lambda s=size: job(s)) for size in sizes], workers=4)  # type: ignore[misc]
     assert not now and peak <= IN_FLIGHT_BYTES and most_large == 1 and overlapped
 
 
-# ------------------------------------------------------------------------------------------------------------ interrupts
+# ------------------------------------------------------------------------------------------------------------
+# interrupts
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL]
 )
@@ -424,8 +491,10 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     """The real command, held in the middle by a slow tensor; after SIGKILL the next run cleans up."""
     out = tmp_path / "ckpt"
     slow = (
-        "import os, sys, time\nfrom pacs_megatron.checkpoint import dist_writer\nhonest = dist_writer.DistWriter.put\n"
-        "def put(self, piece):\n    honest(self, piece)\n    os.write(1, b'piece\\n')\n    time.sleep(0.3)\n"
+        "import os, sys, time\nfrom pacs_megatron.checkpoint import dist_writer\nhonest = "
+        "dist_writer.DistWriter.put\n"
+        "def put(self, piece):\n    honest(self, piece)\n    os.write(1, b'piece\\n')\n    "
+        "time.sleep(0.3)\n"
         "dist_writer.DistWriter.put = put\nfrom pacs_megatron.cli import main\n"
         "sys.exit(main(['convert', 'to-megatron', *sys.argv[1:]]))"
     )

@@ -74,7 +74,11 @@ def test_a_prompt_skipped_at_the_epochs_end_comes_first_in_the_next_take():
 
 
 def test_crossing_skips_what_the_take_holds():
-    seeds = [seed for seed in range(50) if PromptOrder(4, seed, True).take(4)[3] in _second_epoch(4, seed)[:2]]
+    seeds = [
+        seed
+        for seed in range(50)
+        if PromptOrder(4, seed, True).take(4)[3] in _second_epoch(4, seed)[:2]
+    ]
     assert seeds, "no seed exercises the skip"
     for seed in seeds:
         order = PromptOrder(4, seed, shuffle=True)
@@ -96,7 +100,8 @@ def test_bad_requests():
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [((6, 0, True), "num_prompts"), ((5, 1, True), "seed"), ((5, 0, False), "shuffle")]
+    ("change", "name"),
+    [((6, 0, True), "num_prompts"), ((5, 1, True), "seed"), ((5, 0, False), "shuffle")],
 )
 def test_state_of_another_run_is_rejected(change, name):
     state = PromptOrder(5, 0, True).state_dict()
@@ -106,15 +111,27 @@ def test_state_of_another_run_is_rejected(change, name):
 
 @pytest.mark.parametrize(("saved", "now"), [("a", "b"), ("a", ""), ("", "a")])
 def test_state_of_other_content_is_rejected(saved, now):
-    with pytest.raises(CheckpointError, match=r"has digest='.?', .*, chat template, tokenizer and run\.seed"):
+    with pytest.raises(
+        CheckpointError, match=r"has digest='.?', .*, chat template, tokenizer and run\.seed"
+    ):
         PromptOrder(5, 0, True, now).load_state_dict(PromptOrder(5, 0, True, saved).state_dict())
 
 
 @pytest.mark.parametrize(
-    "change", [{"epoch": -1}, {"epoch": 2**70}, {"position": -5}, {"position": 6}, {"position": 1.5}, {"skipped": [5]}]
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": 2**70},
+        {"position": -5},
+        {"position": 6},
+        {"position": 1.5},
+        {"skipped": [5]},
+    ],
 )
 def test_a_position_outside_of_the_data_is_an_error(change):
-    with pytest.raises((ValueError, TypeError, IndexError)):  # the driver's `parsing` names the file
+    with pytest.raises(
+        (ValueError, TypeError, IndexError)
+    ):  # the driver's `parsing` names the file
         PromptOrder(5, 0, True).load_state_dict(PromptOrder(5, 0, True).state_dict() | change)
 
 

@@ -21,7 +21,13 @@ SAMPLE_FILES = {
     **{name: f"{name}.jsonl" for name in ("gpqa", "apps", "livecodebench")},
 }
 ANSWERS = {
-    "deepscaler": ["132", "x^2-3x-10", "60^\\circ", "(-\\infty,-3) \\cup (3,\\infty)", "\\frac{1}{2}"],
+    "deepscaler": [
+        "132",
+        "x^2-3x-10",
+        "60^\\circ",
+        "(-\\infty,-3) \\cup (3,\\infty)",
+        "\\frac{1}{2}",
+    ],
     "gsm8k": ["18", "1500", "-4"],
     "math500": ["\\left( 1, -4 \\right)", "1 \\pm \\sqrt{5}", "111_4", "\\text{east}"],
     "aime": ["25", "900"],
@@ -45,7 +51,9 @@ def problems(samples, preset):
 
 
 def own(values, **columns):
-    options = DatasetOptions(path="x.json", columns=ColumnOptions(**({"problem": "q", "answer": "a"} | columns)))
+    options = DatasetOptions(
+        path="x.json", columns=ColumnOptions(**({"problem": "q", "answer": "a"} | columns))
+    )
     return problem_of(Row(index=3, where="x.json:4", values=values), columns_of(options))
 
 
@@ -76,15 +84,21 @@ def test_a_choice_is_at_its_letter_and_a_program_has_its_starter(samples):
         "[1]",
         "5",
         base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode(),
-        base64.b64encode(zlib.compress(b"\x80\x04\x8c\x01ar\xff\xff\xff\x7f.")).decode(),  # a memo of 32 GiB
+        base64.b64encode(
+            zlib.compress(b"\x80\x04\x8c\x01ar\xff\xff\xff\x7f.")
+        ).decode(),  # a memo of 32 GiB
         base64.b64encode(zlib.compress(b"\x80\x04r\xff.")).decode(),
         base64.b64encode(b"x").decode(),
     ],
 )
 def test_private_tests_of_another_form_are_rejected_and_no_code_of_them_runs(samples, private):
-    row = read_rows(DatasetOptions(path=str(samples / "livecodebench.jsonl"), preset="livecodebench"))[0]
+    row = read_rows(
+        DatasetOptions(path=str(samples / "livecodebench.jsonl"), preset="livecodebench")
+    )[0]
     row = Row(index=0, where="x.jsonl:1", values={**row.values, "private_test_cases": private})
-    with pytest.raises(DataError, match=r"x.jsonl:1: the test cases are not in LiveCodeBench's schema"):
+    with pytest.raises(
+        DataError, match=r"x.jsonl:1: the test cases are not in LiveCodeBench's schema"
+    ):
         problem_of(row, PRESETS["livecodebench"])
 
 
@@ -92,11 +106,15 @@ def test_solutions(samples):
     first, second, *_ = problems(samples, "deepscaler")
     assert first.solution is None
     assert second.solution.endswith("\\boxed{x^2-3x-10}.")
-    assert problems(samples, "gsm8k")[1].solution == ("They are 250*6=1,500 melons.\nThe answer is \\boxed{1500}.")
+    assert problems(samples, "gsm8k")[1].solution == (
+        "They are 250*6=1,500 melons.\nThe answer is \\boxed{1500}."
+    )
     assert problems(samples, "amc23")[0].solution is None
 
 
-@pytest.mark.parametrize(("value", "answer"), [(142.0, "142"), (-4, "-4"), (0.5, "0.5"), (" x+1 ", "x+1"), (0, "0")])
+@pytest.mark.parametrize(
+    ("value", "answer"), [(142.0, "142"), (-4, "-4"), (0.5, "0.5"), (" x+1 ", "x+1"), (0, "0")]
+)
 def test_answers_may_be_numbers(value, answer):
     assert own({"q": "?", "a": value}).answer == answer
 
@@ -117,7 +135,10 @@ def test_own_columns_with_solution():
         ({"q": "?", "a": ["1"]}, r"\(list\)"),
         ({"q": "", "a": "1"}, "column 'q' is empty"),
         ({"q": 7, "a": "1"}, r"column 'q' is 7 \(int\)"),
-        ({"q": "x" * 5_000_000, "a": "1"}, "column 'q' is 'x.*expected the problem's text, at most 4194304 characters"),
+        (
+            {"q": "x" * 5_000_000, "a": "1"},
+            "column 'q' is 'x.*expected the problem's text, at most 4194304 characters",
+        ),
     ],
 )
 def test_bad_rows_name_row_and_column(values, message):
@@ -127,4 +148,6 @@ def test_bad_rows_name_row_and_column(values, message):
 
 def test_gsm8k_row_without_answer():
     with pytest.raises(DataError, match="expected '#### <number>' last"):
-        problem_of(Row(index=0, where="g:1", values={"question": "?", "answer": "18"}), PRESETS["gsm8k"])
+        problem_of(
+            Row(index=0, where="g:1", values={"question": "?", "answer": "18"}), PRESETS["gsm8k"]
+        )

@@ -53,7 +53,8 @@ def test_local_reading_leaves_no_cache(tmp_path):
     code = (
         "import sys\nfrom pacs_megatron.config.schema import DatasetOptions\n"
         "from pacs_megatron.data.sources import read_rows\n"
-        "for path in sys.argv[1:]:\n    print(len(read_rows(DatasetOptions(path=path, preset='deepscaler'))))\n"
+        "for path in sys.argv[1:]:\n    print(len(read_rows(DatasetOptions(path=path, "
+        "preset='deepscaler'))))\n"
     )
     home = tmp_path / "home"
     home.mkdir()
@@ -72,7 +73,13 @@ def test_local_reading_leaves_no_cache(tmp_path):
 
 
 def test_rows_know_their_lines(tmp_path):
-    assert [row.where.rpartition(":")[2] for row in read(write(tmp_path, "jsonl"))] == ["1", "2", "3", "4", "5"]
+    assert [row.where.rpartition(":")[2] for row in read(write(tmp_path, "jsonl"))] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
     text = '[\n{"a": 1},\n\n{"a":\n 2}\n]'
     (tmp_path / "rows.json").write_text(text)
     assert [row.where for row in read(tmp_path / "rows.json")] == [
@@ -82,7 +89,11 @@ def test_rows_know_their_lines(tmp_path):
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # of the host
-@given(rows=st.lists(st.dictionaries(st.text("abc\u2028", max_size=5), json_documents(), max_size=3), min_size=1))
+@given(
+    rows=st.lists(
+        st.dictionaries(st.text("abc\u2028", max_size=5), json_documents(), max_size=3), min_size=1
+    )
+)
 @pytest.mark.parametrize("indent", [None, 2])
 def test_any_json_array_reads_as_json_does(rows, indent, tmp_path_factory):
     path = tmp_path_factory.mktemp("json") / "rows.json"
@@ -105,10 +116,18 @@ def test_any_json_array_reads_as_json_does(rows, indent, tmp_path_factory):
         ("a.json", '[{"a": 1},\n{"a": NaN}]', r"a\.json: NaN is no JSON number"),
         ("a.json", '[{"a": 1}]\n, {"a": 2}', r"a\.json:2: text after the JSON value \(', \{"),
         ("a.json", "[[" + "[" * 5000, "nested deeper than 64 levels"),
-        ("a.json", '[{"a": 1}\n{"a": 2}]', r"a\.json:2: malformed JSON at column 1: Expecting ',' delimiter"),
+        (
+            "a.json",
+            '[{"a": 1}\n{"a": 2}]',
+            r"a\.json:2: malformed JSON at column 1: Expecting ',' delimiter",
+        ),
         ("a.json", '[{"a": 1}', r"malformed JSON at column 10: Expecting ',' delimiter"),
         ("a.json", '[{"a": 1},', "malformed JSON"),
-        ("a.json", '{"a": 1}\n{"a": 2}', r"expected an array of objects, got '\{' first; is it \.jsonl"),
+        (
+            "a.json",
+            '{"a": 1}\n{"a": 2}',
+            r"expected an array of objects, got '\{' first; is it \.jsonl",
+        ),
         ("a.json", "[1]", r"a\.json \(row 0\): expected a JSON object, got a number"),
         ("a.parquet", "", "file size is 0 bytes"),
         ("a.parquet", "PAR1 and nothing else PAR1", "not a readable parquet file"),
@@ -134,9 +153,12 @@ def test_truncated_parquet(tmp_path):
 def test_a_parquet_file_with_huge_values_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "_MAX_CELL_BYTES", 1000)
     path = tmp_path / "a.parquet"
-    few, many = {"a": ["x" * 2500, "y"], "b": [1, 2]}, {"a": ["x" * 2500, *"abcdefghij"]}
+    few = {"a": ["x" * 2500, "y"], "b": [1, 2]}
+    many = {"a": ["x" * 2500, *"abcdefghij"]}
     pyarrow.parquet.write_table(pyarrow.table(few), path, compression="zstd")
-    with pytest.raises(DataError, match=r"column 'a' has \d{4} bytes in 2 values; at most 1000 bytes a value"):
+    with pytest.raises(
+        DataError, match=r"column 'a' has \d{4} bytes in 2 values; at most 1000 bytes a value"
+    ):
         read(path)
     pyarrow.parquet.write_table(pyarrow.table(many), path)
     assert [row.values for row in read(path)] == [{"a": text} for text in many["a"]]
@@ -165,7 +187,9 @@ def test_a_path_that_no_file_can_have_ends_in_one_line():
 @functools.cache
 def _whole(kind):
     with tempfile.TemporaryDirectory() as folder:
-        return write(Path(folder), kind, [{"problem": f"p{n}", "answer": n} for n in range(3)]).read_bytes()
+        return write(
+            Path(folder), kind, [{"problem": f"p{n}", "answer": n} for n in range(3)]
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])

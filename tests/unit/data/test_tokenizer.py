@@ -12,11 +12,15 @@ def test_local_folder(tokenizer_folder, tokenizer):
     assert stop_token_ids(tokenizer, str(tokenizer_folder)) == (tokenizer.eos_token_id,)
 
 
-@pytest.mark.parametrize(("value", "extra"), [(5, {5}), ([5, 7], {5, 7}), (None, set()), ([], set())])
+@pytest.mark.parametrize(
+    ("value", "extra"), [(5, {5}), ([5, 7], {5, 7}), (None, set()), ([], set())]
+)
 def test_stop_ids_join_both_sources(tmp_path, value, extra):
     tokenizer = save_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    assert stop_token_ids(tokenizer, str(tmp_path)) == tuple(sorted({tokenizer.eos_token_id} | extra))
+    assert stop_token_ids(tokenizer, str(tmp_path)) == tuple(
+        sorted({tokenizer.eos_token_id} | extra)
+    )
 
 
 def test_no_stop_token(tmp_path):
@@ -27,7 +31,15 @@ def test_no_stop_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": -1}', '{"eos_token_id": [true]}', "9" * 5000]
+    "text",
+    [
+        "{",
+        "[]",
+        '{"eos_token_id": "x"}',
+        '{"eos_token_id": -1}',
+        '{"eos_token_id": [true]}',
+        "9" * 5000,
+    ],
 )
 def test_malformed_generation_config(tmp_path, text):
     tokenizer = save_tokenizer(tmp_path)

@@ -1,9 +1,16 @@
-"""The sampled distribution, against the logits processors of Hugging Face `generate` and against counting."""
+"""The sampled distribution, against the logits processors of Hugging Face `generate` and against
+counting.
+"""
 
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.embedded.sampling import RowSampler
@@ -31,11 +38,15 @@ def reference(logits: torch.Tensor, params: SamplingOptions) -> torch.Tensor:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
-    return torch.log_softmax(warpers(torch.zeros((len(logits), 1), dtype=torch.long), logits.double()), dim=-1)
+    return torch.log_softmax(
+        warpers(torch.zeros((len(logits), 1), dtype=torch.long), logits.double()), dim=-1
+    )
 
 
 @pytest.mark.parametrize(
-    "params", CASES[:5] + [pytest.param(params, marks=pytest.mark.full) for params in CASES[5:]], ids=str
+    "params",
+    CASES[:5] + [pytest.param(params, marks=pytest.mark.full) for params in CASES[5:]],
+    ids=str,
 )
 def test_distribution_and_log_probs(params):
     rows = 40_000
@@ -56,7 +67,9 @@ def test_distribution_and_log_probs(params):
 
 def test_a_row_draws_the_same_numbers_beside_any_neighbours():
     generator = torch.Generator().manual_seed(3)
-    steps = [torch.randn((6, VOCAB), generator=generator) for _ in range(300)]  # beyond one block of numbers
+    steps = [
+        torch.randn((6, VOCAB), generator=generator) for _ in range(300)
+    ]  # beyond one block of numbers
     params = sampling(top_p=0.9)
 
     def run(rows: list[int], drop_at: int | None) -> list[int]:

@@ -1,4 +1,6 @@
-"""Broken configurations and environments: what breaks each, the key that preflight names and a part of the fix."""
+"""Broken configurations and environments: what breaks each, the key that preflight names and a part
+of the fix.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def slow_updates(folder: Path) -> None:
 
 
 def fake_program(name: str, text: str) -> Breaker:
-    """An executable in the run's folder; CASES name it by ./name, or ENVIRONMENT puts the folder on PATH."""
+    """An executable in the run's folder; CASES name it by ./name, or ENVIRONMENT puts the folder on
+    PATH.
+    """
 
     def breaker(folder: Path) -> None:
         path = folder / "bin" / name
@@ -113,7 +117,9 @@ def mounted_on(folder: Path) -> str:
 
 def bad_server(behaviour: str) -> Breaker:
     """An interpreter that has the right sglang, whose server does not come up."""
-    return fake_program("python", f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0.5.23; exit 0; fi\n{behaviour}\n')
+    return fake_program(
+        "python", f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0.5.23; exit 0; fi\n{behaviour}\n'
+    )
 
 
 @dataclass(frozen=True)
@@ -139,21 +145,58 @@ MODEL = [
         fix="pacs-megatron fetch",
         breaks=lambda folder: shutil.rmtree(folder / "model"),
     ),
-    Case("weights missing", key="model.path", fix="safetensors", breaks=drop("model/model.safetensors")),
+    Case(
+        "weights missing",
+        key="model.path",
+        fix="safetensors",
+        breaks=drop("model/model.safetensors"),
+    ),
     Case("weights truncated", key="model.path", fix="model.safetensors", breaks=truncate),
-    Case("unsupported family", key="model.path", fix="supported: ", breaks=edit_config(model_type="mamba")),
+    Case(
+        "unsupported family",
+        key="model.path",
+        fix="supported: ",
+        breaks=edit_config(model_type="mamba"),
+    ),
     Case(
         "tokenizer missing",
         key="model.path (tokenizer)",
         fix="needs tokenizer.json",
         breaks=drop("model/tokenizer.json"),
     ),
-    Case("no chat template", key="model.path (tokenizer)", fix="instruct model", breaks=no_template),
-    Case("model that was not fetched", ["model.path=nobody/nothing"], key="model.path", fix="pacs-megatron fetch"),
-    Case("damaged converted model", key="model.path", fix="manifest.json", breaks=write("model/manifest.json", "{")),
-    Case("path that is too long", [f"model.path={'a' * 300}"], key="model.path", fix="correct the path"),
-    Case("config.json of another width", key="model.path", fix="different models", breaks=edit_config(hidden_size=128)),
-    Case("config.json of fewer words", key="model.path", fix="different models", breaks=edit_config(vocab_size=100)),
+    Case(
+        "no chat template", key="model.path (tokenizer)", fix="instruct model", breaks=no_template
+    ),
+    Case(
+        "model that was not fetched",
+        ["model.path=nobody/nothing"],
+        key="model.path",
+        fix="pacs-megatron fetch",
+    ),
+    Case(
+        "damaged converted model",
+        key="model.path",
+        fix="manifest.json",
+        breaks=write("model/manifest.json", "{"),
+    ),
+    Case(
+        "path that is too long",
+        [f"model.path={'a' * 300}"],
+        key="model.path",
+        fix="correct the path",
+    ),
+    Case(
+        "config.json of another width",
+        key="model.path",
+        fix="different models",
+        breaks=edit_config(hidden_size=128),
+    ),
+    Case(
+        "config.json of fewer words",
+        key="model.path",
+        fix="different models",
+        breaks=edit_config(vocab_size=100),
+    ),
     Case(
         "integer weights",
         key="model.path",
@@ -170,7 +213,10 @@ MODEL = [
         "weights are a pointer of Git LFS",
         key="model.path",
         fix="download it again",
-        breaks=write("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 9\n"),
+        breaks=write(
+            "model/model.safetensors",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 9\n",
+        ),
     ),
     Case(
         "stop token beyond the vocabulary",
@@ -189,14 +235,24 @@ MODEL = [
 DATA = [
     Case("data missing", key="data.train.path", fix="train.jsonl", breaks=drop("train.jsonl")),
     Case("data empty", key="data.train.path", fix="train.jsonl", breaks=write("train.jsonl", "")),
-    Case("data without a column", ["data.train.columns.answer=solution"], key="data.train.path", fix="solution"),
+    Case(
+        "data without a column",
+        ["data.train.columns.answer=solution"],
+        key="data.train.path",
+        fix="solution",
+    ),
     Case(
         "malformed line",
         key="data.train.path",
         fix="train.jsonl:2",
         breaks=write("train.jsonl", '{"problem": "1", "answer": "1"}\n{"problem": \n'),
     ),
-    Case("prompts too long", ["data.max_prompt_tokens=3"], key="data.train.path", fix="data.max_prompt_tokens"),
+    Case(
+        "prompts too long",
+        ["data.max_prompt_tokens=3"],
+        key="data.train.path",
+        fix="data.max_prompt_tokens",
+    ),
     Case("too few prompts", ["batch.prompts_per_step=17"], key="data.train.path", fix="lower it"),
     Case(
         "data that was not fetched",
@@ -216,8 +272,18 @@ DATA = [
         fix="correct chat_template.jinja",
         breaks=write("model/chat_template.jinja", '{{ "" }}'),
     ),
-    Case("data that is no JSON", key="data.train.path", fix="correct it", breaks=write("train.jsonl", "hello\n")),
-    Case("data of lists", key="data.train.path", fix="expected a JSON object", breaks=write("train.jsonl", "[1]\n")),
+    Case(
+        "data that is no JSON",
+        key="data.train.path",
+        fix="correct it",
+        breaks=write("train.jsonl", "hello\n"),
+    ),
+    Case(
+        "data of lists",
+        key="data.train.path",
+        fix="expected a JSON object",
+        breaks=write("train.jsonl", "[1]\n"),
+    ),
     Case(
         "data of another kind",
         ["data.train.path=train.csv"],
@@ -274,7 +340,12 @@ REWARD = [
         fix="the worker died (exit code 3)",
         breaks=write("reward.py", "import os\ndef reward(p, r):\n    os._exit(3)\n"),
     ),
-    Case("reward of another name", key="reward", fix="has no 'reward'", breaks=write("reward.py", "x = 1\n")),
+    Case(
+        "reward of another name",
+        key="reward",
+        fix="has no 'reward'",
+        breaks=write("reward.py", "x = 1\n"),
+    ),
     Case(
         "reward that cannot be imported",
         key="reward",
@@ -285,7 +356,12 @@ REWARD = [
 
 HOST = [
     Case("run.dir is a file", key="run.dir", fix="name a folder", breaks=run_dir_is_a_file),
-    Case("damaged checkpoint", key="checkpoint", fix="resume from the one before", breaks=broken_checkpoint),
+    Case(
+        "damaged checkpoint",
+        key="checkpoint",
+        fix="resume from the one before",
+        breaks=broken_checkpoint,
+    ),
     Case(
         "another critic on resume",
         [*PPO, "objective.critic.path=model"],
@@ -293,14 +369,25 @@ HOST = [
         fix="use the same",
         breaks=earlier_critic,
     ),
-    Case("another run's folder", ["run.seed=6"], key="run.name", fix="choose another run.name", breaks=earlier_run),
+    Case(
+        "another run's folder",
+        ["run.seed=6"],
+        key="run.name",
+        fix="choose another run.name",
+        breaks=earlier_run,
+    ),
     Case(
         "more samples than memory",
         ["batch.prompts_per_step=2000000000", "batch.samples_per_prompt=16"],
         key="memory",
         fix="lower batch.prompts_per_step",
     ),
-    Case("signal too late", key="resources.signal_lead_s", fix="use at least 1200", breaks=slow_updates),
+    Case(
+        "signal too late",
+        key="resources.signal_lead_s",
+        fix="use at least 1200",
+        breaks=slow_updates,
+    ),
     Case(
         "time limit too short",
         ["resources.time_limit=00:04:00"],
@@ -308,8 +395,18 @@ HOST = [
         fix="raise it",
         breaks=slow_updates,
     ),
-    Case("run.dir is not writable", ["run.dir=/proc/none"], key="run.dir", fix="choose another folder"),
-    Case("scratch below a file", key="TMPDIR", fix="name a folder", env={"TMPDIR": "{folder}/train.jsonl/x"}),
+    Case(
+        "run.dir is not writable",
+        ["run.dir=/proc/none"],
+        key="run.dir",
+        fix="choose another folder",
+    ),
+    Case(
+        "scratch below a file",
+        key="TMPDIR",
+        fix="name a folder",
+        env={"TMPDIR": "{folder}/train.jsonl/x"},
+    ),
     Case(
         "quota used up",
         key="checkpoint.keep_last",
@@ -324,8 +421,15 @@ HOST = [
         breaks=fake_program("quota", "#!/bin/sh\necho '{device} 5 0 0 0 10 0 11 0'\n"),
         env={"PATH": "{folder}/bin:" + os.environ["PATH"]},
     ),
-    Case("port taken", key="MASTER_PORT", fix="export another MASTER_PORT", env={"MASTER_PORT": "{port}"}),
-    Case("no port at all", key="MASTER_PORT", fix="from 1024 to 65535", env={"MASTER_PORT": "http"}),
+    Case(
+        "port taken",
+        key="MASTER_PORT",
+        fix="export another MASTER_PORT",
+        env={"MASTER_PORT": "{port}"},
+    ),
+    Case(
+        "no port at all", key="MASTER_PORT", fix="from 1024 to 65535", env={"MASTER_PORT": "http"}
+    ),
     Case(
         "interface that is not there",
         key="NCCL_SOCKET_IFNAME",
@@ -361,10 +465,25 @@ HOST = [
         env={"SLURM_JOB_ID": "1"},
         needs_no_gpu=True,
     ),
-    Case("run's folder is a file", key="run.dir", fix="name a folder", breaks=write("runs/tiny", "")),
-    Case("checkpoints are a file", key="checkpoint", fix="move it away", breaks=write("runs/tiny/checkpoints", "")),
     Case(
-        "run's config.yaml is damaged", key="run.name", fix="fix the line", breaks=write("runs/tiny/config.yaml", "{")
+        "run's folder is a file", key="run.dir", fix="name a folder", breaks=write("runs/tiny", "")
     ),
-    Case("scratch that is not there", key="TMPDIR", fix="create it, or set TMPDIR", env={"TMPDIR": "{folder}/nothere"}),
+    Case(
+        "checkpoints are a file",
+        key="checkpoint",
+        fix="move it away",
+        breaks=write("runs/tiny/checkpoints", ""),
+    ),
+    Case(
+        "run's config.yaml is damaged",
+        key="run.name",
+        fix="fix the line",
+        breaks=write("runs/tiny/config.yaml", "{"),
+    ),
+    Case(
+        "scratch that is not there",
+        key="TMPDIR",
+        fix="create it, or set TMPDIR",
+        env={"TMPDIR": "{folder}/nothere"},
+    ),
 ]

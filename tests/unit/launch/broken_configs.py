@@ -1,4 +1,6 @@
-"""Broken configurations of a run and of its servers: the key that preflight names and a part of the fix."""
+"""Broken configurations of a run and of its servers: the key that preflight names and a part of the
+fix.
+"""
 
 from tests.unit.launch.broken_cases import GPUS, Case, bad_server, edit_config, write
 
@@ -12,20 +14,51 @@ SGLANG = [
 CPU_SERVER = [*SGLANG, "rollout.servers.device=cpu"]
 
 CONFIGURATION = [
-    Case("unknown key", ["optimizer.lrr=1"], key="optimizer.lrr", fix="did you mean `optimizer.lr`"),
+    Case(
+        "unknown key", ["optimizer.lrr=1"], key="optimizer.lrr", fix="did you mean `optimizer.lr`"
+    ),
     Case("wrong section", ["batch.beta=1"], key="batch.beta", fix="did you mean `objective.beta`"),
-    Case("other strategy's key", ["objective.clip_low=0.1"], key="objective.clip_low", fix="remove the key"),
+    Case(
+        "other strategy's key",
+        ["objective.clip_low=0.1"],
+        key="objective.clip_low",
+        fix="remove the key",
+    ),
     Case("wrong type", ["run.steps='10'"], key="run.steps", fix="remove the quotes"),
     Case("out of range", ["optimizer.lr=0"], key="optimizer.lr", fix="expected greater than 0"),
     Case("not a number", ["optimizer.lr=.nan"], key="optimizer.lr", fix="finite"),
-    Case("misspelt choice", ["precision.dtype=bf61"], key="precision.dtype", fix="did you mean bf16"),
-    Case("unknown strategy", ["reward.name=maths", "reward.function=null"], key="reward.name", fix="did you mean math"),
+    Case(
+        "misspelt choice", ["precision.dtype=bf61"], key="precision.dtype", fix="did you mean bf16"
+    ),
+    Case(
+        "unknown strategy",
+        ["reward.name=maths", "reward.function=null"],
+        key="reward.name",
+        fix="did you mean math",
+    ),
     Case("ranks do not factor", ["run.nproc=3"], key="run.nproc", fix="3 ranks are not a multiple"),
     Case("tp and heads", ["parallel.tp=8"], key="parallel.tp", fix="use one of 1, 2"),
-    Case("tp and odd ffn", key="parallel.tp", fix="use 1", breaks=edit_config(intermediate_size=127)),
-    Case("pp and layers", ["parallel.tp=1", "parallel.pp=4"], key="parallel.pp", fix="make it one of 1, 2"),
-    Case("vpp without pp", ["parallel.vpp=2"], key="parallel.vpp", fix="change parallel.pp, or remove parallel.vpp"),
-    Case("ep on a dense model", ["parallel.ep=2", "run.nproc=4"], key="parallel.ep", fix="set parallel.ep=1"),
+    Case(
+        "tp and odd ffn", key="parallel.tp", fix="use 1", breaks=edit_config(intermediate_size=127)
+    ),
+    Case(
+        "pp and layers",
+        ["parallel.tp=1", "parallel.pp=4"],
+        key="parallel.pp",
+        fix="make it one of 1, 2",
+    ),
+    Case(
+        "vpp without pp",
+        ["parallel.vpp=2"],
+        key="parallel.vpp",
+        fix="change parallel.pp, or remove parallel.vpp",
+    ),
+    Case(
+        "ep on a dense model",
+        ["parallel.ep=2", "run.nproc=4"],
+        key="parallel.ep",
+        fix="set parallel.ep=1",
+    ),
     Case(
         "sequence parallel alone",
         ["parallel.tp=1", "parallel.sequence_parallel=true"],
@@ -38,8 +71,18 @@ CONFIGURATION = [
         key="batch.tokens_per_microbatch",
         fix="use at least 140",
     ),
-    Case("more updates than prompts", ["batch.updates_per_step=5"], key="batch.updates_per_step", fix="use at most 4"),
-    Case("no siblings", ["batch.samples_per_prompt=1"], key="batch.samples_per_prompt", fix="use at least 2"),
+    Case(
+        "more updates than prompts",
+        ["batch.updates_per_step=5"],
+        key="batch.updates_per_step",
+        fix="use at most 4",
+    ),
+    Case(
+        "no siblings",
+        ["batch.samples_per_prompt=1"],
+        key="batch.samples_per_prompt",
+        fix="use at least 2",
+    ),
     Case(
         "fewer samples than replicas",
         ["run.nproc=20", "batch.prompts_per_step=2", "parallel.tp=1", "batch.updates_per_step=1"],
@@ -47,7 +90,10 @@ CONFIGURATION = [
         fix="use fewer ranks",
     ),
     Case(
-        "fp8 in fp32", ["precision.fp8.recipe=delayed"], key="precision.dtype", fix="change precision.dtype, or remove"
+        "fp8 in fp32",
+        ["precision.fp8.recipe=delayed"],
+        key="precision.dtype",
+        fix="change precision.dtype, or remove",
     ),
     Case(
         "fp8 on CPU",
@@ -61,7 +107,12 @@ CONFIGURATION = [
         key="precision.fp8",
         fix="change resources.gpu, or remove",
     ),
-    Case("GPUs without a name", ["resources.gpus_per_node=8"], key="resources.gpu", fix="set it to a100"),
+    Case(
+        "GPUs without a name",
+        ["resources.gpus_per_node=8"],
+        key="resources.gpu",
+        fix="set it to a100",
+    ),
     Case("nproc beside GPUs", [*GPUS, "run.nproc=2"], key="run.nproc", fix="or remove run.nproc"),
     Case(
         "rollout nodes for the embedded engine",
@@ -71,13 +122,22 @@ CONFIGURATION = [
     ),
     Case(
         "more servers than GPUs",
-        [*GPUS, *SGLANG, "rollout.servers={python: [python], count: 9, visible_devices: [a,b,c,d,e,f,g,h,i]}"],
+        [
+            *GPUS,
+            *SGLANG,
+            "rollout.servers={python: [python], count: 9, visible_devices: [a,b,c,d,e,f,g,h,i]}",
+        ],
         key="rollout.servers.count",
         fix="use at most 8 servers",
     ),
     Case(
         "colocated on two nodes, odd",
-        [*GPUS, *SGLANG, "resources.nodes=2", "rollout.servers={python: [python], colocated: true}"],
+        [
+            *GPUS,
+            *SGLANG,
+            "resources.nodes=2",
+            "rollout.servers={python: [python], colocated: true}",
+        ],
         key="rollout.servers.count",
         fix="use a multiple of 2",
     ),
@@ -99,7 +159,8 @@ CONFIGURATION = [
             *GPUS,
             *SGLANG,
             "resources.nodes=2",
-            "rollout.servers={python: [python], colocated: true, count: 2, visible_devices: ['0', '1']}",
+            "rollout.servers={python: [python], colocated: true, count: 2, visible_devices: ['0', "
+            "'1']}",
         ],
         key="rollout.servers.visible_devices",
         fix="remove it",
@@ -116,9 +177,19 @@ CONFIGURATION = [
         key="rollout.sync.transport",
         fix="use broadcast or disk",
     ),
-    Case("sft needs demonstrations", ["objective.name=sft"], key="rollout.engine", fix="rollout.engine=demonstrations"),
+    Case(
+        "sft needs demonstrations",
+        ["objective.name=sft"],
+        key="rollout.engine",
+        fix="rollout.engine=demonstrations",
+    ),
     Case("no verifier", ["reward=null"], key="reward", fix="add reward.name"),
-    Case("benchmarks without sampling", [BENCHMARK], key="evaluation.sampling", fix="add max_response_tokens"),
+    Case(
+        "benchmarks without sampling",
+        [BENCHMARK],
+        key="evaluation.sampling",
+        fix="add max_response_tokens",
+    ),
     Case("preset and columns", ["data.train.preset=gsm8k"], key="data.train", fix="set one"),
     Case(
         "warm-up longer than the run",
@@ -126,8 +197,18 @@ CONFIGURATION = [
         key="optimizer.warmup_updates",
         fix="use less than 4",
     ),
-    Case("a run's name that leaves the folder", ["run.name=../other"], key="run.name", fix="correct it"),
-    Case("time limit below the signal", ["resources.time_limit=00:05:00"], key="resources.time_limit", fix="raise it"),
+    Case(
+        "a run's name that leaves the folder",
+        ["run.name=../other"],
+        key="run.name",
+        fix="correct it",
+    ),
+    Case(
+        "time limit below the signal",
+        ["resources.time_limit=00:05:00"],
+        key="resources.time_limit",
+        fix="raise it",
+    ),
     Case(
         "longer than the model's positions",
         ["rollout.sampling.max_response_tokens=1000", "batch.tokens_per_microbatch=2000"],
@@ -199,7 +280,12 @@ SERVERS = [
         key="rollout.servers.context_length",
         fix="use at least 228",
     ),
-    Case("url that is none", [*SGLANG, "rollout.urls=[nourl]"], key="rollout.urls", fix="http://<host>:<port>"),
+    Case(
+        "url that is none",
+        [*SGLANG, "rollout.urls=[nourl]"],
+        key="rollout.urls",
+        fix="http://<host>:<port>",
+    ),
     Case(
         "interpreter that cannot run",
         [*CPU_SERVER, "rollout.servers.python=[./bin/python]"],

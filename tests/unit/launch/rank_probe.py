@@ -13,7 +13,8 @@ def main(folder: Path, mode: str) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: stopped.append(1))
     (folder / f"started_{rank}").write_text(
-        f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}"
+        f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} "
+        f"{os.environ['OMP_NUM_THREADS']}"
     )
     if mode == "listen":
         import psutil

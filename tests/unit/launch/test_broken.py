@@ -38,7 +38,10 @@ def taken_port() -> Iterator[int]:
 def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables of a job."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "NCCL_", "GLOO_", "MASTER_", "HF_HUB_OFFLINE")) or name in ("RANK", "WORLD_SIZE"):
+        if name.startswith(("SLURM_", "NCCL_", "GLOO_", "MASTER_", "HF_HUB_OFFLINE")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+        ):
             monkeypatch.delenv(name)
 
 
@@ -59,7 +62,11 @@ def copy(sound: Path, folder: Path) -> Path:
 
 def files(folder: Path) -> set[str]:
     # Reading a plug-in or a parquet file may leave caches of Python or of the library.
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in str(path)}
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if "__pycache__" not in str(path)
+    }
 
 
 def test_the_sound_run_passes(sound: Path, tmp_path: Path) -> None:
@@ -72,11 +79,14 @@ def test_the_sound_run_passes(sound: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.full] * (case.name == "reward that hangs")) for case in CASES
+        pytest.param(case, marks=[pytest.mark.full] * (case.name == "reward that hangs"))
+        for case in CASES
     ],  # one worker per answer
     ids=str,
 )
-def test_broken(case: Case, sound: Path, tmp_path: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken(
+    case: Case, sound: Path, tmp_path: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if case.needs_no_gpu and torch.cuda.is_available():
         pytest.skip("this host has GPUs")
     config = copy(sound, tmp_path)
@@ -86,7 +96,9 @@ def test_broken(case: Case, sound: Path, tmp_path: Path, taken_port: int, monkey
     case.breaks(tmp_path)
     before = files(tmp_path)
     fails = [str(check) for check in run_preflight(config, case.overrides) if check.level == "fail"]
-    assert any(case.key in line and case.fix in line for line in fails), "\n".join(fails) or "nothing failed"
+    assert any(case.key in line and case.fix in line for line in fails), (
+        "\n".join(fails) or "nothing failed"
+    )
     assert not [line for line in fails if "\n" in line]
     assert files(tmp_path) == before
 
@@ -97,11 +109,20 @@ def test_broken(case: Case, sound: Path, tmp_path: Path, taken_port: int, monkey
         case
         for case in CASES
         if case.name
-        in ("unknown key", "tp and heads", "ranks do not factor", "unsupported family", "pp and layers", *RESUMED)
+        in (
+            "unknown key",
+            "tp and heads",
+            "ranks do not factor",
+            "unsupported family",
+            "pp and layers",
+            *RESUMED,
+        )
     ],
     ids=str,
 )
-def test_train_rejects_too(case: Case, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_rejects_too(
+    case: Case, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = copy(sound, tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     case.breaks(tmp_path)
@@ -112,10 +133,14 @@ def test_train_rejects_too(case: Case, sound: Path, tmp_path: Path, monkeypatch:
     assert files(tmp_path) == before
 
 
-def test_what_a_lost_node_cut_off_is_no_obstacle(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lost_node_cut_off_is_no_obstacle(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = copy(sound, tmp_path)
     monkeypatch.chdir(tmp_path)
-    write("runs/tiny/metrics.jsonl", '{"step": 1, "time/update_s": 0.5}\n[1]\n{"step": 2, "ti')(tmp_path)
+    write("runs/tiny/metrics.jsonl", '{"step": 1, "time/update_s": 0.5}\n[1]\n{"step": 2, "ti')(
+        tmp_path
+    )
     (tmp_path / "runs/tiny/checkpoints/step_000009").mkdir(parents=True)  # without its manifest
     (tmp_path / "runs/tiny/checkpoints/step_000008.partial").mkdir()
     checks = run_preflight(config)
@@ -125,7 +150,9 @@ def test_what_a_lost_node_cut_off_is_no_obstacle(sound: Path, tmp_path: Path, mo
 
 def test_what_a_reward_prints_stays_out_of_the_report(sound: Path, tmp_path: Path) -> None:
     config = copy(sound, tmp_path)
-    write("reward.py", 'print("noise")\ndef reward(p, r):\n    print("noise")\n    return 1.0\n')(tmp_path)
+    write("reward.py", 'print("noise")\ndef reward(p, r):\n    print("noise")\n    return 1.0\n')(
+        tmp_path
+    )
     command = [sys.executable, "-m", "pacs_megatron", "preflight", str(config), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""`fetch` with the hub's real client against a loopback hub; then everything again without any network."""
+"""`fetch` with the hub's real client against a loopback hub; then everything again without any
+network.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.support.ranks import free_port
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
-MODEL, DATA = "tiny/qwen3", "tiny/sums"
+MODEL = "tiny/qwen3"
+DATA = "tiny/sums"
 OVERRIDES = (
     f"model.path={MODEL}",
     f"data.train.path={DATA}",
@@ -65,7 +68,11 @@ def call(
     """(exit code, standard output or the error) of the command as a user gives it."""
     env = {
         **(environ or {}),
-        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SLURM_", "RANK"))},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "SLURM_", "RANK"))
+        },
         "HF_HOME": str(tmp_path / "hf"),
         "HF_ENDPOINT": url,
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -106,13 +113,18 @@ def test_a_job_needs_no_network_after_it(hub: Hub, tmp_path: Path, config: Path)
 def test_a_run_trains_from_the_caches(hub: Hub, tmp_path: Path, config: Path) -> None:
     assert call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)[0] == 0
     nobody = f"http://127.0.0.1:{free_port()}"
-    code, out = call(tmp_path, "train", config, *OVERRIDES, "parallel.tp=1", url=nobody, offline=True)
+    code, out = call(
+        tmp_path, "train", config, *OVERRIDES, "parallel.tp=1", url=nobody, offline=True
+    )
     assert code == 0, out
     assert (tmp_path / "runs" / "tiny" / "hf" / "model.safetensors").is_file()
 
 
 def test_one_file_of_a_data_set_with_a_script(hub: Hub, tmp_path: Path, config: Path) -> None:
-    """As LiveCodeBench: `datasets` runs no loader script. Downloaded once, at the pinned revision, then read offline."""
+    """As LiveCodeBench:
+
+    `datasets` runs no loader script. Downloaded once, at the pinned revision, then read offline.
+    """
     file = f"hf://datasets/{DATA}/train.jsonl"
     pinned = (*OVERRIDES, f"data.train.path={file}", f"data.train.revision={COMMIT}")
     code, out = call(tmp_path, "fetch", config, *pinned, url=hub.url)
@@ -121,7 +133,10 @@ def test_one_file_of_a_data_set_with_a_script(hub: Hub, tmp_path: Path, config: 
     code, out = call(tmp_path, "preflight", config, *pinned, url=nobody, offline=True)
     assert code == 0 and f"ok    data.train.path: {file}: 16 prompts" in out, out
     for changes, expected in (
-        ([f"data.train.path=hf://datasets/{DATA}/none.jsonl"], "no such file in the hub or the local cache"),
+        (
+            [f"data.train.path=hf://datasets/{DATA}/none.jsonl"],
+            "no such file in the hub or the local cache",
+        ),
         ([f"data.train.path=hf://datasets/{DATA}/train.csv"], "a file of the hub"),
         (["data.train.split=test"], "split=test is not used by a file"),
     ):
@@ -129,7 +144,9 @@ def test_one_file_of_a_data_set_with_a_script(hub: Hub, tmp_path: Path, config: 
         assert code != 0 and expected in out.splitlines()[-1] and "Traceback" not in out, out
 
 
-def test_an_interrupted_download_resumes(sources: tuple[Path, Path], tmp_path: Path, config: Path) -> None:
+def test_an_interrupted_download_resumes(
+    sources: tuple[Path, Path], tmp_path: Path, config: Path
+) -> None:
     """The client writes pieces of 10 MiB and resumes after the last complete one."""
     piece = 10 * 2**20
     model = shutil.copytree(sources[0], tmp_path / "large")
@@ -144,7 +161,9 @@ def test_an_interrupted_download_resumes(sources: tuple[Path, Path], tmp_path: P
 
 
 @pytest.mark.full
-def test_complete_files_are_kept_when_a_download_fails(hub: Hub, tmp_path: Path, config: Path) -> None:
+def test_complete_files_are_kept_when_a_download_fails(
+    hub: Hub, tmp_path: Path, config: Path
+) -> None:
     hub.cut["model.safetensors"] = LFS_SIZE
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=hub.url)
     assert code == 2, out
@@ -205,7 +224,9 @@ def test_what_fails_is_one_line(failure: object, hub: Hub, tmp_path: Path, confi
 
 def test_no_network_is_one_line(tmp_path: Path, config: Path) -> None:
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url=f"http://127.0.0.1:{free_port()}")
-    assert code == 2 and "is unreachable" in out and "HTTPS_PROXY" in out and "Traceback" not in out, out
+    assert (
+        code == 2 and "is unreachable" in out and "HTTPS_PROXY" in out and "Traceback" not in out
+    ), out
     code, out = call(tmp_path, "fetch", config, *OVERRIDES, url="http://127.0.0.1:9", offline=True)
     assert code == 2 and "HF_HUB_OFFLINE is set" in out
 
@@ -213,7 +234,9 @@ def test_no_network_is_one_line(tmp_path: Path, config: Path) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
-@pytest.mark.parametrize("part", ["", "hub/models--tiny--qwen3/blobs", "hub/models--tiny--qwen3/refs", "datasets"])
+@pytest.mark.parametrize(
+    "part", ["", "hub/models--tiny--qwen3/blobs", "hub/models--tiny--qwen3/refs", "datasets"]
+)
 def test_a_cache_that_cannot_be_written_is_one_line(
     hub: Hub, tmp_path: Path, config: Path, error: int, part: str
 ) -> None:

@@ -106,18 +106,23 @@ def test_two_jobs_never_train_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     fake_squeue(tmp_path, monkeypatch, "7 RUNNING 1:00 n1")
     run_dir = tmp_path / "run"
     begin(run_dir, "7")
-    with pytest.raises(ConfigError, match=r"is being trained by job 7 \(RUNNING 1:00 n1\); `pacs-megatron cancel"):
+    with pytest.raises(
+        ConfigError, match=r"is being trained by job 7 \(RUNNING 1:00 n1\); `pacs-megatron cancel"
+    ):
         begin(run_dir, "8")
     assert begin(run_dir, "7").name == "attempt_2"  # a requeue of the same job
     fake_squeue(tmp_path, monkeypatch, "")
     assert begin(run_dir, "8").name == "attempt_3"  # the other job was lost
 
 
-def test_status_shows_queued_jobs_and_the_phase_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_queued_jobs_and_the_phase_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_squeue(
         tmp_path,
         monkeypatch,
-        "12+0 PENDING 0:00 (Resources)\n12+1 PENDING 0:00 (Resources)\n13 PENDING 0:00 (Dependency)",
+        "12+0 PENDING 0:00 (Resources)\n12+1 PENDING 0:00 (Resources)\n13 PENDING 0:00 "
+        "(Dependency)",
     )
     run_dir = tmp_path / "run"
     note_jobs(run_dir, [("train", "12"), ("eval", "13")])
@@ -128,7 +133,9 @@ def test_status_shows_queued_jobs_and_the_phase_of_ranks(tmp_path: Path, monkeyp
     beats = run_dir / "heartbeats"
     beats.mkdir()
     for rank, phase in enumerate(["update", "update", "rollout wait", "update"]):
-        (beats / f"rank{rank}.json").write_text(json.dumps({"rank": rank, "phase": phase, "silent_s": 40.0 + rank}))
+        (beats / f"rank{rank}.json").write_text(
+            json.dumps({"rank": rank, "phase": phase, "silent_s": 40.0 + rank})
+        )
     text = status(run_dir)
     assert "ranks      0-1, 3: update, no progress for at most 43 s" in text
     assert "ranks      2: rollout wait, no progress for at most 42 s" in text
@@ -140,7 +147,9 @@ def test_a_half_written_checkpoint_is_no_progress(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
     (tmp_path / "checkpoints" / "step_000009").mkdir()
     checkpoint(tmp_path, 11)
-    (tmp_path / "checkpoints" / "step_000011").rename(tmp_path / "checkpoints" / "step_000011.partial")
+    (tmp_path / "checkpoints" / "step_000011").rename(
+        tmp_path / "checkpoints" / "step_000011.partial"
+    )
     assert newest_position(tmp_path) == Position(3) and newest_step(tmp_path) == 3
 
 
@@ -156,9 +165,17 @@ def test_updates_of_a_step_are_progress(tmp_path: Path) -> None:
 def test_rows_of_version_0_1(tmp_path: Path) -> None:
     attempt(tmp_path, 75, saves=2)
     log = tmp_path / "logs" / "attempts.jsonl"
-    old = {key: value for key, value in read_attempts(tmp_path)[0].items() if not key.endswith("updates")}
+    old = {
+        key: value
+        for key, value in read_attempts(tmp_path)[0].items()
+        if not key.endswith("updates")
+    }
     log.write_text(json.dumps(old) + "\n")
-    assert attempt(tmp_path, 1) == (1, True, "failed with code 1; the next attempt resumes from step 2")
+    assert attempt(tmp_path, 1) == (
+        1,
+        True,
+        "failed with code 1; the next attempt resumes from step 2",
+    )
 
 
 def test_cancel_with_save_prevents_a_requeue(tmp_path: Path) -> None:
@@ -208,7 +225,9 @@ def test_truncated_rows_are_skipped(tmp_path: Path) -> None:
     for name in ("attempts.jsonl", "jobs.jsonl"):
         with (logs / name).open("a") as file:
             file.write('[1]\n{"attempt": 2}\n\n{"attempt": 3, "job')
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 4, "reward/mean": 0.5}\n[1]\n\xff\n\n{"step": 5, "rew')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 4, "reward/mean": 0.5}\n[1]\n\xff\n\n{"step": 5, "rew'
+    )
     beats = tmp_path / "heartbeats"
     beats.mkdir()
     for rank, text in enumerate(("[]", "{}", '{"rank": null, "phase": 1, "silent_s": 1}', "{")):
@@ -220,7 +239,9 @@ def test_truncated_rows_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no job in the queue"):
         cancel(tmp_path, save=False)
     assert end(tmp_path, 75, 3)[:2] == (75, True)  # an empty exit_code is ignored
-    (logs / "attempts.jsonl").write_text((logs / "attempts.jsonl").read_text() + '{"attempt": 2, "jo')
+    (logs / "attempts.jsonl").write_text(
+        (logs / "attempts.jsonl").read_text() + '{"attempt": 2, "jo'
+    )
     assert begin(tmp_path, "8").name == "attempt_2"
     assert [row["job_id"] for row in read_attempts(tmp_path)] == ["7", "8"]
 
@@ -255,16 +276,25 @@ def test_logs_of_one_attempt(tmp_path: Path) -> None:
         list(log_lines(tmp_path / "a run", 9, 2, follow=False))
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "logs").write_text("")
     assert main(["begin", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"ConfigError: {tmp_path}/logs: File exists; correct run.dir")
+    assert capsys.readouterr().err.startswith(
+        f"ConfigError: {tmp_path}/logs: File exists; correct run.dir"
+    )
 
 
 def test_describe() -> None:
     found = describe(BIG, ["run.dir=somewhere"])
     assert found["RUN_DIR"] == "somewhere/pacs-qwen3-14b-2n8g-tp4"
-    wanted = {"TRAIN_NODES": "1", "ROLLOUT_NODES": "1", "RANKS_PER_NODE": "8", "SYNC_TRANSPORT": "broadcast"}
+    wanted = {
+        "TRAIN_NODES": "1",
+        "ROLLOUT_NODES": "1",
+        "RANKS_PER_NODE": "8",
+        "SYNC_TRANSPORT": "broadcast",
+    }
     assert wanted.items() <= found.items()
     with pytest.raises(ConfigError, match="does not divide over resources"):
         describe(BIG, ["resources.rollout_nodes=3"])

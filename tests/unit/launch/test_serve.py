@@ -33,7 +33,9 @@ while not ending.is_due():
 def process(tmp_path: Path) -> subprocess.Popen[bytes]:
     (tmp_path / "servers").mkdir()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "exit_code").write_text("75\n")  # of an earlier attempt: not this trainer's word
+    (tmp_path / "run" / "exit_code").write_text(
+        "75\n"
+    )  # of an earlier attempt: not this trainer's word
     os.utime(tmp_path / "run" / "exit_code", (1, 1))
     started = subprocess.Popen([sys.executable, "-c", PROBE, str(tmp_path)])
     deadline = time.monotonic() + 600
@@ -47,14 +49,18 @@ def still_runs(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is None
 
 
-def test_the_signal_before_the_time_limit_is_the_trainers(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_the_signal_before_the_time_limit_is_the_trainers(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     process.send_signal(signal.SIGUSR1)
     assert still_runs(process)
     (tmp_path / "servers" / "stop").touch()
     assert process.wait(600) == 0
 
 
-def test_sigterm_waits_for_the_trainers_last_word(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_sigterm_waits_for_the_trainers_last_word(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     process.send_signal(signal.SIGTERM)
     assert still_runs(process)
     (tmp_path / "run" / "exit_code").write_text("75\n")
@@ -73,7 +79,9 @@ class FlakyServer:
     """Ends `ends` times; keeps its address by default."""
 
     def __init__(self, ends: int, urls: tuple[str, ...] = ("http://n1:1",)) -> None:
-        self.ends, self.urls, self.starts = ends, list(urls), 0
+        self.ends = ends
+        self.urls = list(urls)
+        self.starts = 0
         self.log_path = Path("server.log")
 
     @property
@@ -87,7 +95,9 @@ class FlakyServer:
         self.starts += 1
 
 
-def watch(server: FlakyServer, max_restarts: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def watch(
+    server: FlakyServer, max_restarts: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> int:
     monkeypatch.setattr(serve, "POLL_S", 0.01)
     threading.Timer(0.3, (folder / "stop").touch).start()
     return serve._watch([server], max_restarts, Ending(folder, folder))  # type: ignore[list-item]
@@ -99,12 +109,19 @@ def test_a_server_that_ends_is_restarted(tmp_path: Path, monkeypatch: pytest.Mon
     assert server.starts == 2
 
 
-def test_too_many_ends_or_another_address_end_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_ends_or_another_address_end_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert watch(FlakyServer(ends=3), 2, tmp_path, monkeypatch) == 1
-    assert watch(FlakyServer(ends=1, urls=("http://n1:1", "http://n1:2")), 2, tmp_path, monkeypatch) == 1
+    assert (
+        watch(FlakyServer(ends=1, urls=("http://n1:1", "http://n1:2")), 2, tmp_path, monkeypatch)
+        == 1
+    )
 
 
-def test_an_error_is_stored_for_the_waiting_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_stored_for_the_waiting_caller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "servers"), str(tmp_path / "nothere.yaml")]) == 2
     assert "nothere.yaml" in capsys.readouterr().err
     [left] = (tmp_path / "servers").glob("*.error")
@@ -114,7 +131,9 @@ def test_an_error_is_stored_for_the_waiting_caller(tmp_path: Path, capsys: pytes
 def test_a_process_that_ends_without_a_message_is_detected(tmp_path: Path) -> None:
     """For example killed by the kernel for memory: fifteen minutes of `start_timeout_s` would pass."""
     began = time.monotonic()
-    with pytest.raises(RolloutError, match=r"server process exited with code -9 and wrote no error"):
+    with pytest.raises(
+        RolloutError, match=r"server process exited with code -9 and wrote no error"
+    ):
         wait_for_urls(tmp_path, 1, 900.0, lambda: -9)
     assert time.monotonic() - began < 5
     (tmp_path / "n1.error").write_text('{"code": 2, "message": "no such model"}')
@@ -125,7 +144,9 @@ def test_a_process_that_ends_without_a_message_is_detected(tmp_path: Path) -> No
 
 
 def test_a_signal_while_servers_start_ends_them(tmp_path: Path) -> None:
-    """The trainer died while its node's servers were starting: their GPUs must not stay taken for minutes."""
+    """The trainer died while its node's servers were starting: their GPUs must not stay taken for
+    minutes.
+    """
     script = """
 import sys
 from pathlib import Path
@@ -141,7 +162,9 @@ try:
 except RolloutError as error:
     print(error)
 """
-    started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 600
     while not list(tmp_path.glob("*.pid")) and time.monotonic() < deadline:
         time.sleep(0.05)

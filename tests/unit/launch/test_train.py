@@ -22,7 +22,9 @@ PROBE = "tests.unit.launch.rank_probe"
 
 
 def started_pids(folder: Path) -> list[int]:
-    return [int(path.read_text().split()[0]) for path in folder.glob("started_*") if path.read_text()]
+    return [
+        int(path.read_text().split()[0]) for path in folder.glob("started_*") if path.read_text()
+    ]
 
 
 def assert_gone(folder: Path) -> None:
@@ -41,7 +43,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "a shell ignores ended children"])
+@pytest.mark.parametrize(
+    "handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "a shell ignores ended children"]
+)
 def test_ranks_end_well(tmp_path: Path, handler: signal.Handlers) -> None:
     signal.signal(signal.SIGCHLD, handler)
     (tmp_path / "exit_code").write_text("70")  # of an earlier run: not this one's word
@@ -60,7 +64,8 @@ def test_the_wait_for_the_ranks_is_reported_until_they_run(
     monkeypatch.setattr(waiting, "next_notice_s", lambda _: 0.05)
     program = tmp_path / "python"
     program.write_text(
-        f"#!/bin/sh\ncd {tmp_path}\nuntil [ -e seen ]; do sleep 0.1; done\ntouch run.lock\nuntil [ -e end ]; do sleep 0.1; done\n"
+        f"#!/bin/sh\ncd {tmp_path}\nuntil [ -e seen ]; do sleep 0.1; done\ntouch run.lock\nuntil "
+        "[ -e end ]; do sleep 0.1; done\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
@@ -85,7 +90,11 @@ def test_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     assert start_ranks([PROBE, str(tmp_path), "listen"], 2, tmp_path / "exit_code") == 0
     found = [path.read_text().split() for path in tmp_path.glob("listening_*")]
     assert len(found) == 2 and all(found)
-    assert {address for addresses in found for address in addresses} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert {address for addresses in found for address in addresses} <= {
+        "127.0.0.1",
+        "::1",
+        "::ffff:127.0.0.1",
+    }
 
 
 def test_a_failed_rank_gives_its_code(tmp_path: Path) -> None:
@@ -94,7 +103,10 @@ def test_a_failed_rank_gives_its_code(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert start_ranks([PROBE, str(tmp_path), "die_on_1"], 2, tmp_path / "exit_code") == 128 + signal.SIGKILL
+    assert (
+        start_ranks([PROBE, str(tmp_path), "die_on_1"], 2, tmp_path / "exit_code")
+        == 128 + signal.SIGKILL
+    )
     error = capfd.readouterr().err
     assert "rank 1 (pid" in error
     assert "was killed by SIGKILL" in error
@@ -112,7 +124,13 @@ def test_a_signal_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal
 
 
 def test_slurms_signal_to_torchrun_alone_reaches_its_ranks(tmp_path: Path) -> None:
-    agent = ["-m", "pacs_megatron.launch.agent", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    agent = [
+        "-m",
+        "pacs_megatron.launch.agent",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+    ]
     process = subprocess.Popen([sys.executable, *agent, "-m", PROBE, str(tmp_path), "wait"])
     wait_for_start(tmp_path, process)
     process.send_signal(signal.SIGUSR1)
@@ -132,17 +150,31 @@ while not store.check(["torch.rendezvous.7"]):
 
 
 def test_a_lost_rendezvous_is_one_line(tmp_path: Path) -> None:
-    """torchrun joins a store at its port, also of another job, which ends before the second node has joined."""
-    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as store:
+    """torchrun joins a store at its port, also of another job, which ends before the second node
+    has joined.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True
+    ) as store:
         assert store.stdout is not None
         address = f"127.0.0.1:{store.stdout.readline().strip()}"
-        agent = ["-m", "pacs_megatron.launch.agent", "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
+        agent = [
+            "-m",
+            "pacs_megatron.launch.agent",
+            "--nnodes=2",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={address}",
+        ]
         command = [sys.executable, *agent, "--rdzv-id=7", "-m", PROBE, str(tmp_path), "wait"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ConnectError: torchrun cannot reach, or lost, its rendezvous: ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "ConnectError: torchrun cannot reach, or lost, its rendezvous: "
+    )
     assert (
-        "if another rank ended" in done.stderr and "Traceback" not in done.stderr and "InternalError" not in done.stderr
+        "if another rank ended" in done.stderr
+        and "Traceback" not in done.stderr
+        and "InternalError" not in done.stderr
     )
 
 
@@ -151,7 +183,10 @@ def test_ranks_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     deadline = time.monotonic() + 600
-    while any(psutil.pid_exists(pid) for pid in started_pids(tmp_path)) and time.monotonic() < deadline:
+    while (
+        any(psutil.pid_exists(pid) for pid in started_pids(tmp_path))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     assert_gone(tmp_path)
 
@@ -165,7 +200,10 @@ def test_ranks_that_do_not_end_are_killed_within_the_lead(tmp_path: Path) -> Non
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "did not end within resources.signal_lead_s=3" in error
-    assert error.splitlines()[-1] == "SIGTERM: the ranks reported no save; the newest checkpoint is step_000004"
+    assert (
+        error.splitlines()[-1]
+        == "SIGTERM: the ranks reported no save; the newest checkpoint is step_000004"
+    )
     assert_gone(tmp_path)
 
 
@@ -173,10 +211,15 @@ def test_ranks_that_do_not_end_are_killed_within_the_lead(tmp_path: Path) -> Non
     ("who", "num_signals"),
     [
         ("rank", 2),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("rank", 1), ("torchrun", 1), ("torchrun", 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("rank", 1), ("torchrun", 1), ("torchrun", 2))
+        ),
     ],
 )
-def test_a_stop_request_wakes_what_sigstop_holds(tmp_path: Path, who: str, num_signals: int) -> None:
+def test_a_stop_request_wakes_what_sigstop_holds(
+    tmp_path: Path, who: str, num_signals: int
+) -> None:
     """`timeout` sends the signal twice: to its child and to its group."""
     process = launched(tmp_path)
     (agent,) = psutil.Process(process.pid).children()
@@ -205,9 +248,12 @@ def launched(folder: Path, mode: str = "wait", lead_s: float = 600.0) -> "subpro
     """A process in `start_ranks` with two probes that have started."""
     code = (
         "import sys; from pathlib import Path; from pacs_megatron.launch.train import start_ranks;"
-        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], '{mode}'], 2, Path(sys.argv[1]) / 'exit_code', lead_s={lead_s}))"
+        f"sys.exit(start_ranks(['{PROBE}', sys.argv[1], '{mode}'], 2, Path(sys.argv[1]) / "
+        f"'exit_code', lead_s={lead_s}))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stderr=subprocess.PIPE, text=True
+    )
     wait_for_start(folder, process)
     return process
 
@@ -227,7 +273,9 @@ def test_bad_layouts_are_rejected_before_anything_starts(
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run.yaml").write_text(BASE)
-    with pytest.raises(ConfigError, match=r"parallel\.tp=3 does not divide num_key_value_heads=.*; use"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp=3 does not divide num_key_value_heads=.*; use"
+    ):
         run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "parallel.tp=3"])
     with pytest.raises(ConfigError, match="6 ranks are not a multiple of"):
         run_train(Path("run.yaml"), ["parallel.tp=4", "run.nproc=6"])
@@ -246,18 +294,34 @@ def test_a_missing_sandbox_and_a_missing_critic_are_errors_before_anything_start
     code = "{weight: 1, reward: {name: code}}"
     for reward in (
         "{name: code}",
-        f"{{name: weighted, label_threshold: 1, components: [{code}, {{weight: 1, reward: {{name: math}}}}]}}",
+        f"{{name: weighted, label_threshold: 1, components: [{code}, {{weight: 1, reward: {{name: "
+        f"math}}}}]}}",
     ):
-        with pytest.raises(ConfigError, match=r"reward.sandbox=bubblewrap does not work on this host: bwrap is not"):
-            run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "reward=null", f"reward={reward}"])
+        with pytest.raises(
+            ConfigError,
+            match=r"reward.sandbox=bubblewrap does not work on this host: bwrap is "
+            r"not",
+        ):
+            run_train(
+                Path("run.yaml"), [f"model.path={tiny_qwen3}", "reward=null", f"reward={reward}"]
+            )
     critic = "objective={name: ppo, critic: {path: ./no/such/folder}}"
-    with pytest.raises(ConfigError, match=r"objective.critic.path=./no/such/folder: no such folder; correct the path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"objective.critic.path=./no/such/folder: no such folder; correct the path",
+    ):
         run_train(Path("run.yaml"), [f"model.path={tiny_qwen3}", "objective=null", critic])
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "train.jsonl"}
 
 
 def test_places() -> None:
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+    torchrun = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+    }
     assert find_rank(torchrun | {"MASTER_PORT": "5"}) == RankPlace(3, 4, 1, 2, "h", 5)
     with pytest.raises(ConfigError, match="MASTER_PORT is not"):
         find_rank(torchrun)

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models import Entry, WeightTable, canonical_name, load_spec, read_spec, weight_table
+from pacs_megatron.models import (
+    Entry,
+    WeightTable,
+    canonical_name,
+    load_spec,
+    read_spec,
+    weight_table,
+)
 from tests.support.tiny_families import CASES, config_of, make_family
 
 
@@ -30,7 +37,11 @@ def test_rows_are_exactly_the_tensors_that_transformers_saves(case: str, tmp_pat
     folder = make_family(tmp_path / "hf", case)
     saved = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     table = weight_table(load_spec(folder))
-    rows = {name: shape for e in table.entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
+    rows = {
+        name: shape
+        for e in table.entries
+        for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)
+    }
     assert rows == saved
     assert table.num_parameters == sum(math.prod(shape) for shape in saved.values())
 
@@ -61,7 +72,9 @@ def test_order_and_lookups() -> None:
     layers = [entry.layer for entry in table.entries if entry.layer is not None]
     assert layers == sorted(layers) and set(layers) == {0, 1}
     entry = table.by_hf["model.layers.1.mlp.experts.3.up_proj.weight"]
-    assert entry is table.by_megatron["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert (
+        entry is table.by_megatron["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
+    )
     assert (entry.layer, entry.expert) == (1, 3)
     assert table_of("qwen2-tied-mqa").entries[-1].place == "final_norm"
 
@@ -73,7 +86,8 @@ def test_query_groups_are_interleaved_as_megatron_reads_them() -> None:
         entry = table.by_megatron[f"decoder.layers.0.self_attention.linear_qkv.{name}"]
         q, k, v = random_hf(entry)
         spec = table.spec
-        d, heads_in_group = spec.head_dim, spec.num_heads // spec.num_kv_heads
+        d = spec.head_dim
+        heads_in_group = spec.num_heads // spec.num_kv_heads
         rows = []
         for group in range(spec.num_kv_heads):
             for head in range(group * heads_in_group, (group + 1) * heads_in_group):
@@ -116,7 +130,9 @@ def test_names_of_transformer_engines_spec() -> None:
 def test_wrong_tensors_are_named() -> None:
     entry = table_of("qwen2").by_megatron["decoder.layers.0.self_attention.linear_qkv.weight"]
     q, k, v = random_hf(entry)
-    with pytest.raises(ConversionError, match=r"k_proj.weight: shape is \[8, 32\], expected \[16, 32\]"):
+    with pytest.raises(
+        ConversionError, match=r"k_proj.weight: shape is \[8, 32\], expected \[16, 32\]"
+    ):
         entry.to_megatron([q, k[:8], v])
     with pytest.raises(ConversionError, match="dtypes differ"):
         entry.to_megatron([q, k.bfloat16(), v])

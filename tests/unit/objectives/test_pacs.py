@@ -48,7 +48,8 @@ def coefficient(prepared: Prepared) -> np.ndarray:
     return prepared.per_sample["coefficient"].numpy()
 
 
-# ------------------------------------------------------------------------------------------------- against autograd
+# -------------------------------------------------------------------------------------------------
+# against autograd
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("proxy", PROXIES)
@@ -60,7 +61,9 @@ def test_loss_and_gradient_match_autograd(proxy: str, score: str, weighting: str
         gradient, _ = objective_gradient(objective, batch, prepared, cuts=7, seed=seed)
 
         logprobs = batch.logprobs.clone().requires_grad_(True)
-        loss = reference_loss(reference_proxy(batch, logprobs, proxy, 0.7), batch.facts, score, weighting)
+        loss = reference_loss(
+            reference_proxy(batch, logprobs, proxy, 0.7), batch.facts, score, weighting
+        )
         loss.backward()
         assert prepared.loss == pytest.approx(float(loss.detach()), rel=1e-12)
         np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-9, atol=1e-14)
@@ -69,7 +72,9 @@ def test_loss_and_gradient_match_autograd(proxy: str, score: str, weighting: str
 
 @pytest.mark.parametrize("floor", [1e-3, 0.8, 50.0])
 def test_std_floor_matches_autograd(floor: float) -> None:
-    """Below, among and above the groups' standard deviations; where the floor binds the divisor is a constant."""
+    """Below, among and above the groups' standard deviations; where the floor binds the divisor is
+    a constant.
+    """
     batch = random_batch(3)
     objective = pacs(score="grpo", reference="frozen", score_std_floor=floor)
     scores = objective_scores(objective, batch)
@@ -79,14 +84,21 @@ def test_std_floor_matches_autograd(floor: float) -> None:
     loss.backward()
     assert prepared.loss == pytest.approx(float(loss.detach()), rel=1e-12)
     np.testing.assert_allclose(coefficient(prepared), r.grad, rtol=1e-9, atol=1e-15)
-    stds = np.array([scores[torch.from_numpy(batch.facts.groups == g)].std() for g in range(batch.facts.num_groups)])
+    stds = np.array(
+        [
+            scores[torch.from_numpy(batch.facts.groups == g)].std()
+            for g in range(batch.facts.num_groups)
+        ]
+    )
     assert (stds < floor).sum() == {1e-3: 0, 0.8: (stds < 0.8).sum(), 50.0: len(stds)}[floor]
     assert 0 < (stds < 0.8).sum() < len(stds)
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_groups_whose_proxies_are_all_equal(score: str) -> None:
-    """0.1 three, five, six or seven times: a mean in floating point need not return it, the score must be 0."""
+    """0.1 three, five, six or seven times: a mean in floating point need not return it, the score
+    must be 0.
+    """
     sizes = (3, 5, 6, 7)
     groups = np.random.default_rng(0).permutation(np.repeat(np.arange(4), sizes))
     labels = np.random.default_rng(1).integers(0, 2, len(groups)).astype(float)
@@ -102,7 +114,9 @@ def test_groups_whose_proxies_are_all_equal(score: str) -> None:
 
 
 def test_several_updates_follow_a_plain_implementation() -> None:
-    """Three updates of one rollout batch against the step's start, SGD, a policy of one softmax table."""
+    """Three updates of one rollout batch against the step's start, SGD, a policy of one softmax
+    table.
+    """
     rng = np.random.default_rng(7)
     groups = rng.permutation(np.repeat(np.arange(4), (2, 3, 4, 5)))
     labels = rng.integers(0, 2, len(groups)).astype(float).tolist()
@@ -112,7 +126,12 @@ def test_several_updates_follow_a_plain_implementation() -> None:
     start = torch.from_numpy(rng.normal(size=(5, 6)))
 
     def token_logprobs(table: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(table, -1).expand(len(groups), -1, -1).gather(-1, tokens[..., None]).flatten()
+        return (
+            torch.log_softmax(table, -1)
+            .expand(len(groups), -1, -1)
+            .gather(-1, tokens[..., None])
+            .flatten()
+        )
 
     def batch_at(table: torch.Tensor) -> Batch:
         return Batch(
@@ -123,11 +142,14 @@ def test_several_updates_follow_a_plain_implementation() -> None:
             sample_of_token=sample_of_token,
         )
 
-    ours, plain = start.clone(), start.clone()
+    ours = start.clone()
+    plain = start.clone()
     objective = pacs(updates_per_step=3)
     for update in range(3):
         batch = batch_at(ours)
-        scores = objective_scores(objective, batch) if "score" in objective.statistics(update) else None
+        scores = (
+            objective_scores(objective, batch) if "score" in objective.statistics(update) else None
+        )
         assert (scores is None) == (update == 0)
         prepared = prepare(objective, facts, scores)
         gradient, _ = objective_gradient(objective, batch, prepared, cuts=6, seed=update)
@@ -145,14 +167,19 @@ def test_several_updates_follow_a_plain_implementation() -> None:
     assert float(loss.detach()) < np.log(2.0) - 1e-3
 
 
-# ------------------------------------------------------------------------------------------- the closed first update
+# ------------------------------------------------------------------------------------------- the
+# closed first update
 def test_first_update_is_rloo_without_weights() -> None:
     facts = random_batch(1).facts
     a = coefficient(prepare(pacs(weighting="none", beta=0.5), facts, None))
     n = facts.num_samples
     for j in range(n):
-        others = [facts.labels[i] for i in range(n) if facts.groups[i] == facts.groups[j] and i != j]
-        assert a[j] == pytest.approx(-0.5 / n * (facts.labels[j] - np.mean(others)), rel=1e-13, abs=1e-18)
+        others = [
+            facts.labels[i] for i in range(n) if facts.groups[i] == facts.groups[j] and i != j
+        ]
+        assert a[j] == pytest.approx(
+            -0.5 / n * (facts.labels[j] - np.mean(others)), rel=1e-13, abs=1e-18
+        )
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -160,8 +187,12 @@ def test_first_update_with_question_weights(size: int) -> None:
     for correct in range(1, size):
         facts = make_facts([0] * size, [1.0] * correct + [0.0] * (size - correct))
         ascent = -coefficient(prepare(pacs(), facts, None)) * size
-        np.testing.assert_allclose(ascent[:correct], size**2 / (4 * correct * (size - 1)), rtol=1e-13)
-        np.testing.assert_allclose(ascent[correct:], -(size**2) / (4 * (size - correct) * (size - 1)), rtol=1e-13)
+        np.testing.assert_allclose(
+            ascent[:correct], size**2 / (4 * correct * (size - 1)), rtol=1e-13
+        )
+        np.testing.assert_allclose(
+            ascent[correct:], -(size**2) / (4 * (size - correct) * (size - 1)), rtol=1e-13
+        )
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -171,7 +202,9 @@ def test_one_class_groups_have_no_gradient_at_the_first_update(score: str) -> No
     labels = np.where(groups < 7, 1.0, 0.0)
     labels[-1] = 1.0
     floor = {"score_std_floor": 0.1} if score == "grpo" else {}
-    prepared = prepare(pacs(score=score, **floor), make_facts(groups.tolist(), labels.tolist()), None)
+    prepared = prepare(
+        pacs(score=score, **floor), make_facts(groups.tolist(), labels.tolist()), None
+    )
     assert prepared.zero_gradient is not None
     expected = np.zeros(len(groups), bool) if score == "naive" else groups < 14
     np.testing.assert_array_equal(prepared.zero_gradient, expected)
@@ -180,34 +213,42 @@ def test_one_class_groups_have_no_gradient_at_the_first_update(score: str) -> No
 
 def test_one_class_groups_pull_scores_together_later() -> None:
     facts = make_facts([0, 0, 0], [1.0, 1.0, 1.0])
-    prepared = prepare(pacs(updates_per_step=2), facts, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64))
+    prepared = prepare(
+        pacs(updates_per_step=2), facts, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    )
     assert coefficient(prepared)[0] > 0 > coefficient(prepared)[2]
     assert prepared.zero_gradient is not None and not prepared.zero_gradient[[0, 2]].any()
 
 
 @pytest.mark.parametrize("score", ["rloo", "dr_grpo", "naive"])
 def test_null_scores_are_the_closed_form_bit_for_bit(score: str) -> None:
-    """A score pass at unchanged weights gives r = 0 exactly, in float32 too, and the same coefficients as no pass."""
+    """A score pass at unchanged weights gives r = 0 exactly, in float32 too, and the same
+    coefficients as no pass.
+    """
     batch = random_batch(5)
     record = batch.record(logprobs=batch.logprobs.float())
     record.step_start_logprobs = record.logprobs.clone()
     objective = pacs(updates_per_step=2, score=score)
     scores = batch.sums(objective.token_scores(record))
     assert scores.dtype == torch.float64 and (scores == 0.0).all()
-    without, given = prepare(objective, batch.facts, None), prepare(objective, batch.facts, scores)
+    without = prepare(objective, batch.facts, None)
+    given = prepare(objective, batch.facts, scores)
     assert torch.equal(without.per_sample["coefficient"], given.per_sample["coefficient"])
     assert without.loss == given.loss
     assert without.metrics | {"pacs/psi_mean_square": 0.0} == given.metrics
 
 
-# ---------------------------------------------------------------------------------------------- order and cut
+# ----------------------------------------------------------------------------------------------
+# order and cut
 def test_order_of_arrival_changes_no_bit() -> None:
     batch = random_batch(11, sizes=tuple(range(2, 9)) * 20)
     n = batch.facts.num_samples
     rng = np.random.default_rng(0)
     log_ratios = rng.normal(0, 0.3, n)
     facts = make_facts(
-        batch.facts.groups.tolist(), batch.facts.labels.tolist(), log_ratio_to_sampler=log_ratios.tolist()
+        batch.facts.groups.tolist(),
+        batch.facts.labels.tolist(),
+        log_ratio_to_sampler=log_ratios.tolist(),
     )
     scores = torch.from_numpy(rng.normal(0, 3, n))
     for score in SCORES:
@@ -234,12 +275,14 @@ def test_the_cut_into_micro_batches_does_not_matter_but_a_loss_per_micro_batch_w
     for cuts in (2, 5, batch.facts.num_samples):
         cut, _ = objective_gradient(objective, batch, prepared, cuts=cuts, seed=cuts)
         np.testing.assert_allclose(cut, whole, rtol=1e-14, atol=0)
-    # The authors' way: the loss and its mean inside each micro-batch, then the mean of the micro-batches.
+    # The authors' way: the loss and its mean inside each micro-batch, then the mean of the
+    # micro-batches.
     by_group = np.argsort(batch.facts.groups, kind="stable")
     at = int(np.searchsorted(batch.facts.groups[by_group], 3))
     halves = [by_group[:at], by_group[at:]]
     minibatches = [
-        coefficient(prepare(objective, batch.facts.select(rows), scores[rows])) / len(halves) for rows in halves
+        coefficient(prepare(objective, batch.facts.select(rows), scores[rows])) / len(halves)
+        for rows in halves
     ]
     assert not np.allclose(np.concatenate(minibatches), coefficient(prepared)[by_group], rtol=1e-3)
 
@@ -263,7 +306,8 @@ def test_masked_tokens_do_not_count() -> None:
         assert torch.equal(objective_scores(objective, moved), scores)
 
 
-# --------------------------------------------------------------------------------------------------- numerics
+# ---------------------------------------------------------------------------------------------------
+# numerics
 def test_extreme_scores_keep_their_precision() -> None:
     psi = torch.tensor([1000.0, -1000.0, 40.0, -40.0, 700.0, -0.5], dtype=torch.float64)
     n = len(psi)
@@ -280,7 +324,9 @@ def test_extreme_scores_keep_their_precision() -> None:
             assert loss == pytest.approx(max(z, 0.0) + np.log1p(tail), rel=1e-12, abs=1e-14)
             sigmoid = tail / (1 + tail) if z < 0 else 1 / (1 + tail)
             # No absolute tolerance: at |psi| = 700 the residual is 1e-304, and still right.
-            assert coefficient(prepared)[0] * n == pytest.approx((1 - 2 * label) * sigmoid, rel=1e-14, abs=0)
+            assert coefficient(prepared)[0] * n == pytest.approx(
+                (1 - 2 * label) * sigmoid, rel=1e-14, abs=0
+            )
 
 
 def test_float32_log_probs_get_float32_coefficients() -> None:
@@ -293,16 +339,21 @@ def test_float32_log_probs_get_float32_coefficients() -> None:
     assert all(values.dtype == torch.float64 for values in prepared.per_sample.values())
 
 
-# --------------------------------------------------------------------------------------------------- actor term
+# ---------------------------------------------------------------------------------------------------
+# actor term
 class Enumeration:
-    """A policy over 3 tokens, responses of two, groups of three: all 9^3 groups, each one prompt's mini-batch."""
+    """A policy over 3 tokens, responses of two, groups of three: all 9^3 groups, each one prompt's
+    mini-batch.
+    """
 
-    SIZE, BETA = 3, 0.7
+    SIZE = 3
+    BETA = 0.7
     LOGITS = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64)
     LABELS = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 1], dtype=torch.float64)
 
     def __init__(self, reference_logits: torch.Tensor, **options: Any) -> None:
-        self.reference_logits, self.options = reference_logits, options
+        self.reference_logits = reference_logits
+        self.options = options
         self.responses = torch.cartesian_prod(torch.arange(3), torch.arange(3))
         self.members = torch.cartesian_prod(*[torch.arange(9)] * self.SIZE)
         self.num_groups = len(self.members)
@@ -318,10 +369,19 @@ class Enumeration:
             lens=[2] * self.members.numel(),
         )
         objective = pacs(beta=self.BETA, **self.options, **actor)
-        log_ratio = self.response_logprobs(self.LOGITS) - self.response_logprobs(self.reference_logits)
-        scores = (self.BETA * log_ratio[self.members]).flatten() if "score" in objective.statistics(0) else None
+        log_ratio = self.response_logprobs(self.LOGITS) - self.response_logprobs(
+            self.reference_logits
+        )
+        scores = (
+            (self.BETA * log_ratio[self.members]).flatten()
+            if "score" in objective.statistics(0)
+            else None
+        )
         # One mini-batch of all groups divides by num_groups more than a mini-batch of one prompt.
-        a = prepare(objective, facts, scores).per_sample["coefficient"].view(-1, self.SIZE) * self.num_groups
+        a = (
+            prepare(objective, facts, scores).per_sample["coefficient"].view(-1, self.SIZE)
+            * self.num_groups
+        )
         theta = self.LOGITS.clone().requires_grad_(True)
         logprobs = self.response_logprobs(theta)[self.members]
         (logprobs.sum(-1).exp().detach()[:, None] * a * logprobs).sum().backward()
@@ -331,14 +391,23 @@ class Enumeration:
     def truth(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradient of the expectation by autograd: through the loss, and through the sampling."""
         theta = self.LOGITS.clone().requires_grad_(True)
-        r = self.BETA * (self.response_logprobs(theta) - self.response_logprobs(self.reference_logits))[self.members]
+        r = (
+            self.BETA
+            * (self.response_logprobs(theta) - self.response_logprobs(self.reference_logits))[
+                self.members
+            ]
+        )
         losses = []
         for k, row in enumerate(self.members):
             facts = make_facts([0] * self.SIZE, self.LABELS[row].tolist())
-            losses.append(reference_loss(r[k], facts, self.options["score"], self.options["weighting"]))
+            losses.append(
+                reference_loss(r[k], facts, self.options["score"], self.options["weighting"])
+            )
         probability = self.response_logprobs(theta)[self.members].sum(-1).exp()
         loss = torch.stack(losses)
-        through_loss = torch.autograd.grad((probability.detach() * loss).sum(), theta, retain_graph=True)[0]
+        through_loss = torch.autograd.grad(
+            (probability.detach() * loss).sum(), theta, retain_graph=True
+        )[0]
         through_sampling = torch.autograd.grad((probability * loss.detach()).sum(), theta)[0]
         return through_loss, through_sampling
 
@@ -361,7 +430,12 @@ def test_actor_term_by_exact_enumeration(
     """The group form is the true gradient of the expectation, the own form is not."""
     start = Enumeration.LOGITS
     moved = start + torch.tensor([0.6, -0.2, -0.9], dtype=torch.float64)
-    case = Enumeration(moved if reference == "frozen" else start, reference=reference, score=score, weighting=weighting)
+    case = Enumeration(
+        moved if reference == "frozen" else start,
+        reference=reference,
+        score=score,
+        weighting=weighting,
+    )
     through_loss, through_sampling = case.truth()
     truth = through_loss + actor_term * through_sampling
     torch.testing.assert_close(case.gradient(), through_loss, rtol=1e-10, atol=1e-14)
@@ -372,12 +446,20 @@ def test_actor_term_by_exact_enumeration(
 
 
 @pytest.mark.parametrize("weighting", ["question", "none"])
-def test_at_step_start_the_groups_losses_are_constant_so_its_actor_term_is_noise_alone(weighting: str) -> None:
-    """Every l_i is log 2 and the weights of a group add up to G: there is nothing to learn from sampling."""
-    case = Enumeration(Enumeration.LOGITS, reference="step_start", score="rloo", weighting=weighting)
+def test_at_step_start_the_groups_losses_are_constant_so_its_actor_term_is_noise_alone(
+    weighting: str,
+) -> None:
+    """Every l_i is log 2 and the weights of a group add up to G: there is nothing to learn from
+    sampling.
+    """
+    case = Enumeration(
+        Enumeration.LOGITS, reference="step_start", score="rloo", weighting=weighting
+    )
     through_loss, through_sampling = case.truth()
     assert float(through_loss.abs().max()) > 1e-2 and float(through_sampling.abs().max()) < 1e-14
-    torch.testing.assert_close(case.gradient(actor_term=1.0), case.gradient(), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        case.gradient(actor_term=1.0), case.gradient(), rtol=1e-10, atol=1e-14
+    )
 
 
 def test_actor_term_keeps_one_class_groups_and_own_scope_is_5_as_printed() -> None:
@@ -393,9 +475,11 @@ def test_actor_term_keeps_one_class_groups_and_own_scope_is_5_as_printed() -> No
     assert group.loss == base.loss
 
 
-# --------------------------------------------------------------------------------------------- importance correction
+# ---------------------------------------------------------------------------------------------
+# importance correction
 def test_importance_weights_are_capped_and_scale_weights() -> None:
-    groups, labels = [0, 0, 1, 1, 1, 0], [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    groups = [0, 0, 1, 1, 1, 0]
+    labels = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     log_ratios = [0.0, -0.5, 0.2, 3.0, 5000.0, -5000.0]
     facts = make_facts(groups, labels, log_ratio_to_sampler=log_ratios)
     plain = prepare(pacs(), facts, None)
@@ -408,7 +492,12 @@ def test_importance_weights_are_capped_and_scale_weights() -> None:
     assert prepared.metrics["pacs/importance_capped_frac"] == pytest.approx(2 / 6)
     r = torch.zeros(6, dtype=torch.float64, requires_grad=True)
     sizes = torch.tensor([3.0, 3, 3, 3, 3, 3], dtype=torch.float64)
-    mean = torch.zeros(2, dtype=torch.float64).index_add(0, torch.tensor(groups), r)[torch.tensor(groups)] / 3
+    mean = (
+        torch.zeros(2, dtype=torch.float64).index_add(0, torch.tensor(groups), r)[
+            torch.tensor(groups)
+        ]
+        / 3
+    )
     psi = (r - mean) * sizes / (sizes - 1)
     y = torch.tensor(labels, dtype=torch.float64)
     losses = torch.nn.functional.binary_cross_entropy_with_logits(psi, y, reduction="none")
@@ -419,12 +508,18 @@ def test_importance_weights_are_capped_and_scale_weights() -> None:
 def test_importance_needs_the_log_ratios_and_select_keeps_them() -> None:
     with pytest.raises(ValueError, match="log_ratio_to_sampler"):
         prepare(pacs(importance_cap=2.0), make_facts([0, 0], [0.0, 1.0]), None)
-    facts = make_facts([0, 0, 1, 1], [0.0, 1.0, 0.0, 1.0], log_ratio_to_sampler=[0.1, 0.2, 0.3, 0.4])
+    facts = make_facts(
+        [0, 0, 1, 1], [0.0, 1.0, 0.0, 1.0], log_ratio_to_sampler=[0.1, 0.2, 0.3, 0.4]
+    )
     selected = facts.select(np.array([3, 2]))
-    assert selected.log_ratio_to_sampler is not None and selected.log_ratio_to_sampler.tolist() == [0.4, 0.3]
+    assert selected.log_ratio_to_sampler is not None and selected.log_ratio_to_sampler.tolist() == [
+        0.4,
+        0.3,
+    ]
 
 
-# ------------------------------------------------------------------------------------------------- passes, errors
+# -------------------------------------------------------------------------------------------------
+# passes, errors
 @pytest.mark.parametrize(
     ("options", "first", "later", "first_statistics", "later_statistics"),
     [
@@ -453,7 +548,10 @@ def test_passes_and_statistics_of_the_first_and_later_updates(
 ) -> None:
     """The first update needs no step-start pass: its own forward computes these log-probs."""
     objective = pacs(updates_per_step=2, **options)
-    assert [set(objective.logprob_passes(index)) for index in (0, 1)] == [set(first.split()), set(later.split())]
+    assert [set(objective.logprob_passes(index)) for index in (0, 1)] == [
+        set(first.split()),
+        set(later.split()),
+    ]
     assert set(objective.statistics(0)) == set(first_statistics.split())
     assert set(objective.statistics(1)) == set(later_statistics.split())
 
@@ -464,7 +562,9 @@ def test_passes_and_statistics_of_the_first_and_later_updates(
 def test_coefficients_of_some_groups_equal_those_of_the_whole_mini_batch(
     proxy: str, score: str, weighting: str
 ) -> None:
-    """`couple` on the groups of a micro-batch gives the same bits as `prepare` on all groups; N is the mini-batch's."""
+    """`couple` on the groups of a micro-batch gives the same bits as `prepare` on all groups; N is
+    the mini-batch's.
+    """
     batch = random_batch(4)
     objective = with_any_reference(
         proxy,
@@ -479,7 +579,9 @@ def test_coefficients_of_some_groups_equal_those_of_the_whole_mini_batch(
     whole = coefficient(prepare(objective, facts, scores))
     for groups in ([0], [1, 5], [2, 3, 8]):
         table = build_table(facts, np.flatnonzero(np.isin(facts.groups, groups)))
-        found = objective.couple(table, scores[table.rows], torch.from_numpy(ratios)[table.rows], {})["coefficient"]
+        found = objective.couple(
+            table, scores[table.rows], torch.from_numpy(ratios)[table.rows], {}
+        )["coefficient"]
         np.testing.assert_array_equal(found.numpy(), whole[table.rows])
 
 
@@ -490,7 +592,11 @@ def test_bugs_of_the_caller_are_rejected() -> None:
     with pytest.raises(ValueError, match="0:data/1#1 is alone in its group"):
         prepare(objective, facts, zeros)
     with pytest.raises(ValueError, match="not dense"):
-        prepare(objective, make_facts([0, 0, 2, 2], [0.0, 1.0, 1.0, 0.0]), torch.zeros(4, dtype=torch.float64))
+        prepare(
+            objective,
+            make_facts([0, 0, 2, 2], [0.0, 1.0, 1.0, 0.0]),
+            torch.zeros(4, dtype=torch.float64),
+        )
     facts = make_facts([0, 0], [0.0, 1.0])
     with pytest.raises(ValueError, match="needs scores for every update"):
         prepare(objective, facts, None)
@@ -511,14 +617,19 @@ def test_non_finite_scores_never_become_coefficients(value: float) -> None:
         prepare(pacs(reference="frozen"), make_facts([0, 0], [0.0, 1.0]), scores)
 
 
-# --------------------------------------------------------------------------------------------------- metrics
+# ---------------------------------------------------------------------------------------------------
+# metrics
 def test_metrics_and_their_denominators() -> None:
     facts = make_facts(
-        [0, 0, 1, 1, 2, 2], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0], truncated=[False, True, False, False, True, True]
+        [0, 0, 1, 1, 2, 2],
+        [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
+        truncated=[False, True, False, False, True, True],
     )
     scores = torch.tensor([8.01, -9.0, 0.0, 2.0, 7.99, -8.5], dtype=torch.float64)
     metrics = prepare(pacs(score="naive", reference="frozen"), facts, scores).metrics
-    residuals = [abs(1 / (1 + np.exp(-float(s))) - y) for s, y in zip(scores, facts.labels, strict=True)]
+    residuals = [
+        abs(1 / (1 + np.exp(-float(s))) - y) for s, y in zip(scores, facts.labels, strict=True)
+    ]
     assert metrics == pytest.approx(
         {
             "pacs/psi_mean_pos": 10.01 / 3,
@@ -543,7 +654,9 @@ def test_pacs_is_an_objective() -> None:
 
 @pytest.mark.parametrize("proxy", PROXIES)
 def test_nearly_equal_proxies_have_a_bounded_gradient(proxy: str) -> None:
-    """With the floor, a group's gradient does not grow as its proxies approach each other; without one it does."""
+    """With the floor, a group's gradient does not grow as its proxies approach each other; without
+    one it does.
+    """
     facts = make_facts([0] * 8, [1.0, 0, 1, 0, 0, 0, 1, 1], lens=[100] * 8)
     reference = {"reference": "frozen"} if proxy == "sum_log_ratio" else {}
     spread = np.random.default_rng(0).normal(0, 1, 8)

@@ -39,17 +39,23 @@ def test_with_lambda_1_the_return_is_the_remaining_reward() -> None:
     objective = Ppo(PpoOptions(name="ppo"))
     values = [np.array([0.3, 0.9, 0.1], np.float32), np.array([0.7], np.float32)]
     advantages, returns = objective.estimate([1.0, 0.0], values, [], [])
-    for value, advantage, found, reward in zip(values, advantages, returns, (1.0, 0.0), strict=True):
+    for value, advantage, found, reward in zip(
+        values, advantages, returns, (1.0, 0.0), strict=True
+    ):
         np.testing.assert_allclose(found, reward, atol=1e-7)
         np.testing.assert_allclose(advantage, reward - value, atol=1e-7)
 
 
 def test_kl_in_the_reward_is_subtracted_token_by_token() -> None:
     objective = Ppo(PpoOptions(name="ppo", lam=0.0, kl_coef=0.5, kl_in="reward", kl_estimator="k1"))
-    start, reference = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -1.0], np.float32)
+    start = np.array([-1.0, -2.0], np.float32)
+    reference = np.array([-1.5, -1.0], np.float32)
     [advantage], _ = objective.estimate([1.0], [np.zeros(2, np.float32)], [start], [reference])
     np.testing.assert_allclose(advantage, [-0.25, 1.5])
-    assert objective.logprob_passes(0) == {"value", "step_start", "reference"} and not objective.kl_in_reward
+    assert (
+        objective.logprob_passes(0) == {"value", "step_start", "reference"}
+        and not objective.kl_in_reward
+    )
 
 
 @pytest.mark.parametrize("value_clip", [None, 0.1])
@@ -57,7 +63,9 @@ def test_value_loss_and_its_gradient(value_clip: float | None) -> None:
     batch = random_batch(3)
     critic = Ppo(PpoOptions(name="ppo", value_clip=value_clip)).critic
     record = batch.record()
-    record.logprobs = (record.estimates["value"] + torch.linspace(-0.3, 0.3, len(batch.mask))).requires_grad_()
+    record.logprobs = (
+        record.estimates["value"] + torch.linspace(-0.3, 0.3, len(batch.mask))
+    ).requires_grad_()
     loss = (critic.token_loss(record, critic.prepare(None, batch.facts, None)) * record.mask).sum()
     (gradient,) = torch.autograd.grad(loss, record.logprobs)
     expected = 0.0
@@ -71,12 +79,22 @@ def test_value_loss_and_its_gradient(value_clip: float | None) -> None:
     ):
         near = v if value_clip is None else min(max(v, old - value_clip), old + value_clip)
         is_free = (v - target) ** 2 >= (near - target) ** 2
-        expected += 0.5 * max((v - target) ** 2, (near - target) ** 2) * float(mask) / float(batch.mask.sum())
+        expected += (
+            0.5
+            * max((v - target) ** 2, (near - target) ** 2)
+            * float(mask)
+            / float(batch.mask.sum())
+        )
         slope = (v - target) if is_free or near == v else 0.0
-        assert float(gradient[at]) == pytest.approx(slope * float(mask) / float(batch.mask.sum()), abs=1e-12)
+        assert float(gradient[at]) == pytest.approx(
+            slope * float(mask) / float(batch.mask.sum()), abs=1e-12
+        )
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
     record.logprobs = record.logprobs.detach()
-    metrics = {name: float((value * record.mask).sum()) for name, value in critic.token_metrics(record, None).items()}
+    metrics = {
+        name: float((value * record.mask).sum())
+        for name, value in critic.token_metrics(record, None).items()
+    }
     assert (metrics["critic/clip_frac"] > 0) == (value_clip is not None)
 
 

@@ -19,8 +19,15 @@ def test_loss_and_gradient_match_autograd(loss_mean: Literal["token", "sequence"
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     gradient, loss = objective_gradient(objective, batch, prepared, cuts=4)
     logprobs = batch.logprobs.clone().requires_grad_(True)
-    kept = [logprobs[(batch.sample_of_token == row) & (batch.mask == 1)] for row in range(batch.facts.num_samples)]
-    plain = -torch.cat(kept).mean() if loss_mean == "token" else -torch.stack([tokens.mean() for tokens in kept]).mean()
+    kept = [
+        logprobs[(batch.sample_of_token == row) & (batch.mask == 1)]
+        for row in range(batch.facts.num_samples)
+    ]
+    plain = (
+        -torch.cat(kept).mean()
+        if loss_mean == "token"
+        else -torch.stack([tokens.mean() for tokens in kept]).mean()
+    )
     plain.backward()
     assert prepared.loss is None and loss == pytest.approx(float(plain.detach()), rel=1e-12)
     np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-12, atol=0)

@@ -29,15 +29,20 @@ def write(run_dir: Path, *rows: dict[str, object]) -> Path:
 
 def test_mean_of_merged_sums_is_the_mean_of_all_values() -> None:
     values = [0.0, 1.0, 1.0, 4.0, 10.0]
-    left, right = MetricSum(sum(values[:1]), 1), MetricSum(sum(values[1:]), 4)
+    left = MetricSum(sum(values[:1]), 1)
+    right = MetricSum(sum(values[1:]), 4)
     assert (left + right).mean == np.mean(values)
     assert MetricSum(0.0, 0).mean is None
 
 
 def test_sums_weight_updates_by_their_samples_and_keep_extremes() -> None:
     sums = MetricSums()
-    sums.add_means({"loss": 1.0, "pacs/score_drift_max": 0.1, "len_min": 7.0, "pacs/psi_mean_pos": None}, 3)
-    sums.add_means({"loss": 2.0, "pacs/score_drift_max": 0.3, "len_min": 5.0, "pacs/psi_mean_pos": 0.5}, 1)
+    sums.add_means(
+        {"loss": 1.0, "pacs/score_drift_max": 0.1, "len_min": 7.0, "pacs/psi_mean_pos": None}, 3
+    )
+    sums.add_means(
+        {"loss": 2.0, "pacs/score_drift_max": 0.3, "len_min": 5.0, "pacs/psi_mean_pos": 0.5}, 1
+    )
     assert sums.values() == {
         "loss": pytest.approx(1.25),
         "pacs/psi_mean_pos": 0.5,
@@ -59,8 +64,14 @@ def test_empty_sums_are_none_and_nan_extremes_are_kept_in_any_order() -> None:
 
 def test_row_has_step_first_then_sorted_keys_and_round_trips(tmp_path: Path) -> None:
     loss = 0.1 + 0.2
-    path = write(tmp_path, {"b": loss, "step": np.int64(1), "a": np.float32(0.5), "n": np.int32(3), "none": None})
-    assert path.read_bytes() == b'{"step": 1, "a": 0.5, "b": 0.30000000000000004, "n": 3, "none": null}\n'
+    path = write(
+        tmp_path,
+        {"b": loss, "step": np.int64(1), "a": np.float32(0.5), "n": np.int32(3), "none": None},
+    )
+    assert (
+        path.read_bytes()
+        == b'{"step": 1, "a": 0.5, "b": 0.30000000000000004, "n": 3, "none": null}\n'
+    )
     assert read_metrics(tmp_path)[0]["b"] == loss
 
 
@@ -71,7 +82,9 @@ def test_row_does_not_depend_on_the_key_order_of_the_caller(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan")])
-def test_non_finite_value_is_rejected_by_name_and_writes_nothing(tmp_path: Path, bad: float) -> None:
+def test_non_finite_value_is_rejected_by_name_and_writes_nothing(
+    tmp_path: Path, bad: float
+) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.append({"step": 1, "ok": 1.0})
         with pytest.raises(NonFiniteError, match=r"optimizer/grad_norm of step 2"):
@@ -130,7 +143,9 @@ def test_failed_truncate_leaves_the_old_file_unchanged(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def test_truncate_without_a_file_and_with_missing_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncate_without_a_file_and_with_missing_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert truncate_metrics(tmp_path, 5) == 0
     write(tmp_path, {"step": 1})
     truncate_metrics(tmp_path, 5)
@@ -158,7 +173,14 @@ def test_malformed_line_is_reported(tmp_path: Path, content: bytes, complaint: s
 
 
 def test_times_are_stripped_and_nothing_else(tmp_path: Path) -> None:
-    row = {"step": 1, "time/step_s": 1.5, "tokens_per_s": 10.0, "memory/peak_bytes": 5, "pacs/x": 1.0, "timely": 2}
+    row = {
+        "step": 1,
+        "time/step_s": 1.5,
+        "tokens_per_s": 10.0,
+        "memory/peak_bytes": 5,
+        "pacs/x": 1.0,
+        "timely": 2,
+    }
     assert strip_times(row) == {"step": 1, "pacs/x": 1.0, "timely": 2}
     one = write(tmp_path / "one", row)
     two = write(tmp_path / "two", {**row, "time/step_s": 9.0, "tokens_per_s": 1.0})

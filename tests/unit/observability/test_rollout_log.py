@@ -21,7 +21,14 @@ from pacs_megatron.runtime.run_folder import write_environment
 
 
 def prompt(prompt_id: str, text: str = "1 + 1?") -> Prompt:
-    return Prompt(id=prompt_id, text=text, token_ids=np.array([1, 2], np.int32), answer="2", problem=text, source="toy")
+    return Prompt(
+        id=prompt_id,
+        text=text,
+        token_ids=np.array([1, 2], np.int32),
+        answer="2",
+        problem=text,
+        source="toy",
+    )
 
 
 def sample(sample_id: str, *, response: tuple[int, ...] = (7, 8), **changes: object) -> Sample:
@@ -68,8 +75,11 @@ def test_record_contains_text_verdict_lengths_and_weights(tmp_path: Path) -> Non
 
 
 def test_the_record_has_the_verifiers_details(tmp_path: Path) -> None:
-    path, details = rollout_path(tmp_path, 1), {"components": [{"name": "math", "weight": 0.8, "reward": 1.0}]}
-    write_rollouts(path, [sample("1:toy/0#0", reward_details=details)], {"toy/0": prompt("toy/0")}, decode)
+    path = rollout_path(tmp_path, 1)
+    details = {"components": [{"name": "math", "weight": 0.8, "reward": 1.0}]}
+    write_rollouts(
+        path, [sample("1:toy/0#0", reward_details=details)], {"toy/0": prompt("toy/0")}, decode
+    )
     assert read_rollouts(path)[0]["reward_details"] == details
 
 
@@ -87,7 +97,9 @@ def test_order_of_arrival_has_no_effect_and_numbers_sort_as_numbers(tmp_path: Pa
     assert [r["id"] for r in read_rollouts(path)] == ids
 
 
-@pytest.mark.parametrize("text", ["new\nline \u2028 \u0085", "lone \udc80 surrogate", "中文 😀", '"}\x00', "</script>"])
+@pytest.mark.parametrize(
+    "text", ["new\nline \u2028 \u0085", "lone \udc80 surrogate", "中文 😀", '"}\x00', "</script>"]
+)
 def test_any_text_survives_as_one_line(tmp_path: Path, text: str) -> None:
     path = rollout_path(tmp_path, 1)
     write_rollouts(path, [sample("1:toy/0#0")], {"toy/0": prompt("toy/0", text)}, lambda _: text)
@@ -98,11 +110,23 @@ def test_any_text_survives_as_one_line(tmp_path: Path, text: str) -> None:
 
 def test_unjudged_aborted_and_empty(tmp_path: Path) -> None:
     path = rollout_path(tmp_path, 1)
-    odd = sample("1:toy/0#0", response=(), reward=None, label=None, failure="TimeoutError", stop=Stop.ABORTED, spans=())
+    odd = sample(
+        "1:toy/0#0",
+        response=(),
+        reward=None,
+        label=None,
+        failure="TimeoutError",
+        stop=Stop.ABORTED,
+        spans=(),
+    )
     write_rollouts(path, [odd], {"toy/0": prompt("toy/0")}, decode)
     (record,) = read_rollouts(path)
     assert (record["reward"], record["label"], record["failure"]) == (None, None, "TimeoutError")
-    assert (record["stop"], record["response_tokens"], record["sampler_logprob_mean"]) == ("aborted", 0, None)
+    assert (record["stop"], record["response_tokens"], record["sampler_logprob_mean"]) == (
+        "aborted",
+        0,
+        None,
+    )
 
 
 def test_failed_write_leaves_no_readable_file(tmp_path: Path) -> None:
@@ -110,7 +134,9 @@ def test_failed_write_leaves_no_readable_file(tmp_path: Path) -> None:
         raise UnicodeError("tokenizer broke")
 
     with pytest.raises(UnicodeError):
-        write_rollouts(rollout_path(tmp_path, 1), [sample("1:toy/0#0")], {"toy/0": prompt("toy/0")}, fail)
+        write_rollouts(
+            rollout_path(tmp_path, 1), [sample("1:toy/0#0")], {"toy/0": prompt("toy/0")}, fail
+        )
     assert rollout_files(tmp_path) == []
 
 
@@ -119,8 +145,15 @@ def test_resume_truncates_metrics_and_rollouts_to_the_same_step(tmp_path: Path) 
     with MetricsWriter(tmp_path) as writer:
         for step in range(5):
             writer.append({"step": step})
-            write_rollouts(rollout_path(tmp_path, step), [sample(f"{step}:toy/0#0")], prompts, decode)
-            write_rollouts(rollout_path(tmp_path, step, "eval"), [sample(f"eval{step}:toy/0#0")], prompts, decode)
+            write_rollouts(
+                rollout_path(tmp_path, step), [sample(f"{step}:toy/0#0")], prompts, decode
+            )
+            write_rollouts(
+                rollout_path(tmp_path, step, "eval"),
+                [sample(f"eval{step}:toy/0#0")],
+                prompts,
+                decode,
+            )
     torn = tmp_path / "rollouts" / "step_000005.jsonl.partial"
     torn.write_bytes(b'{"id": ')
     note = tmp_path / "rollouts" / "step_notes.jsonl"

@@ -57,7 +57,8 @@ def test_neither_torch_nor_tensorflow_is_imported() -> None:
         "import sys, tempfile, pathlib\n"
         "from pacs_megatron.observability.writers import TensorBoardWriter\n"
         "import pacs_megatron.observability.report, pacs_megatron.observability.progress\n"
-        "w = TensorBoardWriter(pathlib.Path(tempfile.mkdtemp()), 0); w.write({'step': 0, 'x': 1.0}); w.close()\n"
+        "w = TensorBoardWriter(pathlib.Path(tempfile.mkdtemp()), 0); w.write({'step': 0, 'x': "
+        "1.0}); w.close()\n"
         "bad = {'torch', 'tensorflow', 'megatron', 'transformers'} & set(sys.modules)\n"
         "sys.exit(str(bad) if bad else 0)\n"
     )
@@ -70,7 +71,9 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(writers, "find_spec", lambda name: None if name == package else real(name))
 
 
-def test_missing_wandb_is_a_clear_error_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_a_clear_error_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without(monkeypatch, "wandb")
     options = LoggingOptions(wandb=WandbOptions(project="p"))
     with pytest.raises(ConfigError, match=r"logging.wandb.project=p: .*pip install wandb"):
@@ -79,7 +82,9 @@ def test_missing_wandb_is_a_clear_error_and_nothing_is_written(tmp_path: Path, m
 
 
 class Recorder:
-    """Replaces the wandb package, which the locked environment does not have, and records the calls."""
+    """Replaces the wandb package, which the locked environment does not have, and records the
+    calls.
+    """
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -128,7 +133,9 @@ def test_wandb_gets_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path, wandb: R
     assert wandb.finished == 3
 
 
-def test_wandb_requires_a_key_unless_offline(tmp_path: Path, wandb: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_requires_a_key_unless_offline(
+    tmp_path: Path, wandb: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(ConfigError, match="WANDB_API_KEY is not set"):
         WandbWriter(tmp_path, "name", WandbOptions(project="p"), {})
@@ -139,11 +146,15 @@ def test_wandb_requires_a_key_unless_offline(tmp_path: Path, wandb: Recorder, mo
 
 
 def test_real_wandb_accepts_the_same_calls(tmp_path: Path) -> None:
-    """Offline, in a process of its own because it starts a service. Compares the replacement above with the real package."""
+    """Offline, in a process of its own because it starts a service.
+
+    Compares the replacement above with the real package.
+    """
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed (the optional extra `wandb`)")
     code = (
-        "import sys; from pathlib import Path; from pacs_megatron.config.schema import WandbOptions\n"
+        "import sys; from pathlib import Path; from pacs_megatron.config.schema import "
+        "WandbOptions\n"
         "from pacs_megatron.observability.writers import WandbWriter\n"
         "for first in (1, 2):\n"
         "    w = WandbWriter(Path(sys.argv[1]), 'name', WandbOptions(project='p'), {'seed': 1})\n"
@@ -152,7 +163,11 @@ def test_real_wandb_accepts_the_same_calls(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     run_id = (tmp_path / "wandb_id").read_text()

@@ -13,7 +13,9 @@ from tests.support.ranks import rank_of, run_ranks
 WORLD = 3
 
 
-def error_of(rank: int, failing: dict[int, PacsError], *, only: int | None = None) -> tuple[str, str] | int | None:
+def error_of(
+    rank: int, failing: dict[int, PacsError], *, only: int | None = None
+) -> tuple[str, str] | int | None:
     """(class, message) of what `run_together` raises, or its result."""
 
     def action() -> int:
@@ -32,7 +34,11 @@ def error_of(rank: int, failing: dict[int, PacsError], *, only: int | None = Non
     [
         ({}, None, [10, 11, 12]),
         ({}, 1, [None, 11, None]),
-        ({2: DataError("b|ä\nc")}, None, [("DataError", "b|ä c")] * WORLD),  # an error is always one line
+        (
+            {2: DataError("b|ä\nc")},
+            None,
+            [("DataError", "b|ä c")] * WORLD,
+        ),  # an error is always one line
         ({1: RolloutError("b")}, 1, [("RolloutError", "b")] * WORLD),
         ({1: RolloutError("b")}, 2, [None, None, 12]),
     ],
@@ -45,7 +51,10 @@ def test_an_error_of_one_rank_is_raised_on_all(
 
 def test_of_several_errors_all_ranks_raise_the_first() -> None:
     failing: dict[int, PacsError] = {1: DataError("first"), 2: RolloutError("second")}
-    assert run_ranks(lambda rank, _: error_of(rank, failing), WORLD) == [("DataError", "first")] * WORLD
+    assert (
+        run_ranks(lambda rank, _: error_of(rank, failing), WORLD)
+        == [("DataError", "first")] * WORLD
+    )
 
 
 def test_values_and_decisions_of_rank_0_reach_all() -> None:

@@ -16,18 +16,30 @@ GLOBALS = ("zeros", "empty", "tensor", "arange", "cuda", "ones")
 
 
 def test_global_torch_is_untouched() -> None:
-    """After install and a whole policy was built, torch's own functions and methods are the originals."""
+    """After install and a whole policy was built, torch's own functions and methods are the
+    originals.
+    """
 
     def on_rank(_rank: int, _world: int) -> dict[str, bool]:
         before = {name: getattr(torch, name) for name in GLOBALS}
-        methods = (torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device, torch.cuda.synchronize)
+        methods = (
+            torch.Tensor.cuda,
+            torch.Tensor.type,
+            torch.cuda.current_device,
+            torch.cuda.synchronize,
+        )
         assert cpu_redirects.install()
-        import megatron.core.optimizer  # noqa: F401
+        import megatron.core.optimizer
         import megatron.core.pipeline_parallel.schedules as schedules
 
         with cpu_redirects.cuda_type_names():
             inside = torch.zeros(1).type()
-        after = (torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device, torch.cuda.synchronize)
+        after = (
+            torch.Tensor.cuda,
+            torch.Tensor.type,
+            torch.cuda.current_device,
+            torch.cuda.synchronize,
+        )
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
         return {
@@ -35,8 +47,10 @@ def test_global_torch_is_untouched() -> None:
             "methods": all(a is b for a, b in zip(methods, after, strict=True)),
             "inside": inside == "torch.cuda.FloatTensor",
             "outside": torch.zeros(1).type() == "torch.FloatTensor",
-            "redirected": schedules.torch is not torch and schedules.torch.zeros(1, device="cuda").device.type == "cpu",
-            "sys.modules": sys.modules["torch"] is torch and sys.modules["torch.cuda"] is torch.cuda,
+            "redirected": schedules.torch is not torch
+            and schedules.torch.zeros(1, device="cuda").device.type == "cpu",
+            "sys.modules": sys.modules["torch"] is torch
+            and sys.modules["torch.cuda"] is torch.cuda,
         }
 
     (found,) = run_ranks(on_rank, 1)
@@ -73,7 +87,9 @@ def test_megatron_does_not_see_kernels_that_need_a_gpu_but_others_do(
         import megatron.core.fp8_utils as utils
         import transformer_engine
 
-        return utils.HAVE_TE, transformer_engine.here and sys.modules["transformer_engine"] is transformer_engine
+        return utils.HAVE_TE, transformer_engine.here and sys.modules[
+            "transformer_engine"
+        ] is transformer_engine
 
     assert run_ranks(on_rank, 1) == [(False, True)]
 

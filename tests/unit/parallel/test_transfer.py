@@ -24,12 +24,16 @@ from pacs_megatron.parallel.transfer import (
 from tests.support.ranks import run_ranks
 
 DTYPES = st.sampled_from([np.int32, np.int64, np.float32, np.float64, np.uint8, np.bool_])
-ARRAYS = hnp.arrays(dtype=DTYPES, shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+ARRAYS = hnp.arrays(
+    dtype=DTYPES, shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
+)
 
 
 def same(got: dict[str, np.ndarray], sent: dict[str, np.ndarray]) -> bool:
     return set(got) == set(sent) and all(
-        got[name].dtype == a.dtype and got[name].shape == a.shape and got[name].tobytes() == a.tobytes()
+        got[name].dtype == a.dtype
+        and got[name].shape == a.shape
+        and got[name].tobytes() == a.tobytes()
         for name, a in sent.items()
     )
 
@@ -75,7 +79,9 @@ def test_gather_by_index_keeps_every_bit_and_marks_missing_rows() -> None:
 
     def on_rank(rank: int, _world: int) -> torch.Tensor:
         mine = np.array([0, 3, 1]) if rank == 0 else np.array([4, 1])
-        return all_gather_by_index(dict(zip(mine, values[mine], strict=True)), 5, group=dist.group.WORLD)
+        return all_gather_by_index(
+            dict(zip(mine, values[mine], strict=True)), 5, group=dist.group.WORLD
+        )
 
     for result in run_ranks(on_rank, 2):
         got = result.numpy()

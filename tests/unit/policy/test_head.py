@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from pacs_megatron.policy import head
 from tests.support.ranks import run_ranks
 
-TOKENS, HIDDEN, PADDED = 23, 16, 48
+TOKENS = 23
+HIDDEN = 16
+PADDED = 48
 
 
 def inputs(vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,14 +24,16 @@ def inputs(vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     # What padding holds must not matter: make it large.
     weight[vocab:] = 50.0
     targets = torch.randint(0, vocab, (TOKENS,), generator=generator)
-    targets[0], targets[1] = 0, vocab - 1
+    targets[0] = 0
+    targets[1] = vocab - 1
     return hidden, weight, targets, *torch.randn(2, TOKENS, generator=generator)
 
 
 def plain(vocab: int, temperature: float) -> dict[str, torch.Tensor]:
     """Autograd through [t, v] logits in float64."""
     hidden, weight, targets, upstream, of_entropy = inputs(vocab)
-    hidden, weight = hidden.double().requires_grad_(True), weight.double().requires_grad_(True)
+    hidden = hidden.double().requires_grad_(True)
+    weight = weight.double().requires_grad_(True)
     every = F.log_softmax((hidden @ weight[:vocab].t()) / temperature, dim=-1)
     logprobs = every.gather(1, targets[:, None])[:, 0]
     entropy = -(every.exp() * every).sum(-1)
@@ -46,18 +50,31 @@ def plain(vocab: int, temperature: float) -> dict[str, torch.Tensor]:
 def chunked(
     rank: int, world: int, vocab: int, temperature: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """This rank's outputs; the gradient of `hidden` summed over ranks as the model's region function does."""
+    """This rank's outputs; the gradient of `hidden` summed over ranks as the model's region
+    function does.
+    """
     hidden, weight, targets, upstream, of_entropy = inputs(vocab)
     hidden = hidden.to(dtype).requires_grad_(True)
     weight = weight.chunk(world)[rank].to(dtype).clone().requires_grad_(True)
     logprobs, entropy = head.token_logprobs(
-        hidden, weight, targets, vocab_size=vocab, group=dist.group.WORLD, temperature=temperature, want_entropy=True
+        hidden,
+        weight,
+        targets,
+        vocab_size=vocab,
+        group=dist.group.WORLD,
+        temperature=temperature,
+        want_entropy=True,
     )
     assert logprobs.dtype == entropy.dtype == torch.float32
     (logprobs * upstream + entropy * of_entropy).sum().backward()
     assert hidden.grad is not None
     dist.all_reduce(hidden.grad)
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
@@ -82,7 +99,9 @@ def test_chunks_shards_and_padding_equal_plain_logits(world: int, vocab: int, ro
 
 
 def test_the_weight_gradient_of_many_chunks_adds_up_in_fp32() -> None:
-    """In bf16, the difference between one chunk and many is the rounding of the result, not of each addition."""
+    """In bf16, the difference between one chunk and many is the rounding of the result, not of each
+    addition.
+    """
 
     def on_rank(rank: int, world: int) -> list[torch.Tensor]:
         found = []

@@ -13,7 +13,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pacs_megatron.config import schema
-from pacs_megatron.config.schema import Fp8Options, MegatronOptions, ParallelOptions, PrecisionOptions
+from pacs_megatron.config.schema import (
+    Fp8Options,
+    MegatronOptions,
+    ParallelOptions,
+    PrecisionOptions,
+)
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import load_spec, weight_table
 from pacs_megatron.policy import precision
@@ -64,11 +69,27 @@ def test_an_h100_with_transformer_engine_takes_every_recipe(recipe: str) -> None
     ("options", "changes", "reason"),
     [
         (fp8("tensorwise"), {"cuda": False}, "needs a CUDA GPU, but none was found"),
-        (fp8("tensorwise"), {"transformer_engine": None}, "needs Transformer Engine, which is not installed"),
-        (fp8("delayed"), {"capability": (8, 0)}, "needs compute capability >= 8.9, this GPU has 8.0"),
-        (fp8("blockwise"), {"capability": (8, 9)}, "needs compute capability >= 9.0, this GPU has 8.9"),
+        (
+            fp8("tensorwise"),
+            {"transformer_engine": None},
+            "needs Transformer Engine, which is not installed",
+        ),
+        (
+            fp8("delayed"),
+            {"capability": (8, 0)},
+            "needs compute capability >= 8.9, this GPU has 8.0",
+        ),
+        (
+            fp8("blockwise"),
+            {"capability": (8, 9)},
+            "needs compute capability >= 9.0, this GPU has 8.9",
+        ),
         (fp8("blockwise"), {"cuda_version": (12, 4)}, "needs CUDA >= 12.9"),
-        (fp8("delayed", first_last_layers_bf16=1), {}, "cannot be combined with precision.fp8.recipe=delayed"),
+        (
+            fp8("delayed", first_last_layers_bf16=1),
+            {},
+            "cannot be combined with precision.fp8.recipe=delayed",
+        ),
         (PrecisionOptions(), {"transformer_engine": (2, 8)}, "needs >= 2.9 and < 2.12"),
         (PrecisionOptions(), {"transformer_engine": (2, 12)}, "needs >= 2.9 and < 2.12"),
     ],
@@ -84,12 +105,15 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
 def test_the_log_line_lists_used_and_missing_capabilities() -> None:
     line = precision.describe(fp8("delayed"), H100)
     assert line == (
-        "precision bf16, fp8 delayed/hybrid; using Transformer Engine 2.11, FusedAdam of Transformer Engine; "
+        "precision bf16, fp8 delayed/hybrid; using Transformer Engine 2.11, FusedAdam of "
+        "Transformer Engine; "
         "missing: NVIDIA Apex"
     )
     assert "no CUDA" in precision.describe(PrecisionOptions(dtype="fp32"), CPU)
     assert "attention has no fp32" in precision.describe(PrecisionOptions(dtype="fp32"), H100)
-    foreign = precision.describe(PrecisionOptions(), machine(foreign_apex=True, transformer_engine=None))
+    foreign = precision.describe(
+        PrecisionOptions(), machine(foreign_apex=True, transformer_engine=None)
+    )
     assert "PyPI's web toolkit, not NVIDIA Apex" in foreign and "torch (AdamW)" in foreign
 
 
@@ -100,22 +124,37 @@ def test_fp32_never_takes_transformer_engines_attention() -> None:
 
 
 def test_options_of_megatron_have_its_own_names_and_types() -> None:
-    """Every field of `parallel.megatron` is a field of one of Megatron's dataclasses, which accept its values."""
+    """Every field of `parallel.megatron` is a field of one of Megatron's dataclasses, which accept
+    its values.
+    """
     targets = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    found = {name for target in targets for name in precision.megatron_options(target, ALL, H100, torch.bfloat16)}
+    found = {
+        name
+        for target in targets
+        for name in precision.megatron_options(target, ALL, H100, torch.bfloat16)
+    }
     assert found == set(MegatronOptions.model_fields)
     for target in targets:
         hints = get_type_hints(target)
         for name, value in precision.megatron_options(target, ALL, H100, torch.bfloat16).items():
             hint = hints[name]
-            assert value in get_args(hint) if get_args(hint) else isinstance(value, hint), (target, name)
+            assert value in get_args(hint) if get_args(hint) else isinstance(value, hint), (
+                target,
+                name,
+            )
 
 
 def test_rejected_options_are_megatrons_and_name_their_reason() -> None:
-    names = {field.name for target in (TransformerConfig, OptimizerConfig) for field in dataclasses.fields(target)}
+    names = {
+        field.name
+        for target in (TransformerConfig, OptimizerConfig)
+        for field in dataclasses.fields(target)
+    }
     for name in schema._MEGATRON_REFUSED:
         assert name in names
-        with pytest.raises(ValueError, match=f"{name} does not combine with this project: .+; remove it"):
+        with pytest.raises(
+            ValueError, match=f"{name} does not combine with this project: .+; remove it"
+        ):
             MegatronOptions.model_validate({name: True})
 
 
@@ -131,20 +170,28 @@ def test_overlap_and_gradient_fusion_are_on_with_cuda() -> None:
     ddp = precision.megatron_options(DistributedDataParallelConfig, defaults, CPU, torch.bfloat16)
     assert not ddp["overlap_grad_reduce"] and not ddp["overlap_param_gather"]
     off = precision.megatron_options(
-        DistributedDataParallelConfig, MegatronOptions(overlap_grad_reduce=False), H100, torch.bfloat16
+        DistributedDataParallelConfig,
+        MegatronOptions(overlap_grad_reduce=False),
+        H100,
+        torch.bfloat16,
     )
     assert not off["overlap_param_gather"]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_recipes_become_what_megatrons_config_accepts(tiny_qwen3: Any, recipe: str) -> None:
-    """Megatron's own validation runs; rotary fusion is put aside because its kernel is not installed here."""
+    """Megatron's own validation runs; rotary fusion is put aside because its kernel is not
+    installed here.
+    """
     arguments = precision.megatron_arguments(fp8(recipe), H100) | {"apply_rope_fusion": False}
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **arguments)
     assert (config.fp8, config.fp8_recipe) == ("hybrid", recipe)
     edges = precision.megatron_arguments(fp8("tensorwise", first_last_layers_bf16=1), H100)
     config = TransformerConfig(
-        num_layers=4, hidden_size=64, num_attention_heads=4, **(edges | {"apply_rope_fusion": False})
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        **(edges | {"apply_rope_fusion": False}),
     )
     assert config.first_last_layers_bf16 and config.num_layers_at_start_in_bf16 == 1
 
@@ -164,7 +211,10 @@ def test_the_config_of_this_machine_is_valid(tiny_qwen3: Any) -> None:
 
 
 def test_megatrons_output_layer_rejects_the_fused_gradient_without_apex() -> None:
-    """`build_chunks` sets this private flag. The flag goes when Megatron accepts Transformer Engine's kernel itself."""
+    """`build_chunks` sets this private flag.
+
+    The flag goes when Megatron accepts Transformer Engine's kernel itself.
+    """
     from megatron.core.tensor_parallel import layers
 
     source = inspect.getsource(layers.ColumnParallelLinear.__init__)

@@ -48,7 +48,10 @@ def usual_judge():
 
 @pytest.fixture(scope="module")
 def bubblewrap() -> None:
-    """Skips where bubblewrap does not work. Under PACS_CI=1 it fails: a run with the fallback only is no pass."""
+    """Skips where bubblewrap does not work.
+
+    Under PACS_CI=1 it fails: a run with the fallback only is no pass.
+    """
     problem = sandbox.find_problem()
     require(problem is None, f"a working sandbox ({problem})")
 
@@ -60,12 +63,18 @@ def bubblewrap() -> None:
         (SUM, GOOD_SUM, 1.0, None),
         (
             SUM,
-            "if __name__ == '__main__':\n    import sys\n    print(sum(map(int, sys.stdin.read().split())))",
+            "if __name__ == '__main__':\n    import sys\n    print(sum(map(int, "
+            "sys.stdin.read().split())))",
             1.0,
             None,
         ),
         (SUM, GOOD_SUM + "\nexit(1)", 1.0, None),  # as LiveCodeBench
-        (SUM, "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))", 1.0, None),
+        (
+            SUM,
+            "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))",
+            1.0,
+            None,
+        ),
         (SUM, "print(3)", 0.0, "wrong output"),
         (SUM, "print(", 0.0, "exit code 1"),
         (SUM, GOOD_SUM + "\nraise ValueError", 0.0, "exit code 1"),
@@ -90,8 +99,13 @@ def test_verdicts(make_prompt, tests, code, reward, reason) -> None:
 
 @needs_sandbox
 def test_the_first_failed_test_is_recorded_and_no_program_is_wrong(make_prompt) -> None:
-    judge, prompt = usual_judge(), make_prompt(json.dumps(SUM))
-    assert judge(prompt, fenced("print(3)")).details == {"passed": 1, "tests": 2, "reason": "wrong output"}
+    judge = usual_judge()
+    prompt = make_prompt(json.dumps(SUM))
+    assert judge(prompt, fenced("print(3)")).details == {
+        "passed": 1,
+        "tests": 2,
+        "reason": "wrong output",
+    }
     assert judge(prompt, "a = 1").details == {"passed": 0, "tests": 2, "reason": "no program"}
 
 
@@ -103,9 +117,20 @@ def test_the_program_is_the_last_closed_block() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["", "5", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [], "outputs": []}', "[" * 100_000]
+    [
+        "",
+        "5",
+        "[]",
+        "{}",
+        '{"inputs": ["1"], "outputs": []}',
+        '{"inputs": [], "outputs": []}',
+        "[" * 100_000,
+    ]
     + [json.dumps(SUM | {"fn_name": name}) for name in ("a.b", 3, "")]
-    + [json.dumps({"inputs": [5], "outputs": ["5"]}), json.dumps({"inputs": ["x"], "outputs": ["5"], "fn_name": "f"})],
+    + [
+        json.dumps({"inputs": [5], "outputs": ["5"]}),
+        json.dumps({"inputs": ["x"], "outputs": ["5"], "fn_name": "f"}),
+    ],
 )
 def test_malformed_tests_are_one_error(make_prompt, answer) -> None:
     with pytest.raises(RewardError, match=r"the tests \(answer\) of prompt train/7 are malformed"):
@@ -115,19 +140,25 @@ def test_malformed_tests_are_one_error(make_prompt, answer) -> None:
 def test_without_a_sandbox_only_the_named_fallback_runs(make_prompt, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(
-        ConfigError, match=r"reward.sandbox=bubblewrap does not work on this host: bwrap is not installed"
+        ConfigError,
+        match=r"reward.sandbox=bubblewrap does not work on this host: bwrap is not installed",
     ):
         build_reward(options())
     judge = build_reward(options(sandbox="none"))
     assert judge(make_prompt(json.dumps(SUM)), fenced(GOOD_SUM)).reward == 1.0
-    assert judge(make_prompt(json.dumps(SUM)), fenced("while True: pass")).details["reason"] == "time limit"
+    assert (
+        judge(make_prompt(json.dumps(SUM)), fenced("while True: pass")).details["reason"]
+        == "time limit"
+    )
 
 
 @needs_sandbox
 def test_a_slow_program_is_wrong_and_not_unjudged(make_prompt) -> None:
     tests = {"inputs": ["1"] * 9, "outputs": ["1"] * 9}
     with CollectingPool(options(timeout_s=1.5)) as pool:
-        pool.submit("a", make_prompt(json.dumps(tests)), fenced("import time\ntime.sleep(0.4)\nprint(1)"))
+        pool.submit(
+            "a", make_prompt(json.dumps(tests)), fenced("import time\ntime.sleep(0.4)\nprint(1)")
+        )
         (verdict,) = pool.results()
     assert verdict.reward == 0.0
     assert verdict.details["reason"] == "time limit"
@@ -135,8 +166,12 @@ def test_a_slow_program_is_wrong_and_not_unjudged(make_prompt) -> None:
 
 
 def survivors(pool: CollectingPool) -> list[int]:
-    """The sandboxes of the pool's worker. The kernel ends everything in one with its bwrap processes."""
-    mark, found = pool._workers[0]._mark, []
+    """The sandboxes of the pool's worker.
+
+    The kernel ends everything in one with its bwrap processes.
+    """
+    mark = pool._workers[0]._mark
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.name() == "bwrap" and mark in process.environ().values():
@@ -248,13 +283,20 @@ def inventory() -> str:
 
 @needs_sandbox
 def test_a_program_finds_nothing_of_the_one_before_it(make_prompt, monkeypatch, tmp_path) -> None:
-    """Programs of one worker: files, processes, shared memory, sockets, environment, and modules of the interpreter."""
-    before, shared_memory = inventory(), Path("/proc/sysvipc/shm").read_text()
+    """Programs of one worker: files, processes, shared memory, sockets, environment, and modules of
+    the interpreter.
+    """
+    before = inventory()
+    shared_memory = Path("/proc/sysvipc/shm").read_text()
     assert "no socket" in before and "left" not in before
     clean = {"inputs": [""], "outputs": [before], "fn_name": None}
     with CollectingPool(options()) as pool:
         for number in range(3):
-            pool.submit(f"leaves {number}", make_prompt(json.dumps({"inputs": [""], "outputs": ["3"]})), fenced(LEAVES))
+            pool.submit(
+                f"leaves {number}",
+                make_prompt(json.dumps({"inputs": [""], "outputs": ["3"]})),
+                fenced(LEAVES),
+            )
             pool.submit(f"next {number}", make_prompt(json.dumps(clean)), fenced(INVENTORY))
         verdicts = {verdict.key: verdict for verdict in pool.results()}
         assert len(verdicts) == 6
@@ -263,7 +305,8 @@ def test_a_program_finds_nothing_of_the_one_before_it(make_prompt, monkeypatch, 
     assert Path("/proc/sysvipc/shm").read_text() == shared_memory
 
     # The opposite: with a /tmp of the host, the next program finds the file.
-    real, host = sandbox._bubblewrap, tmp_path / "tmp"
+    real = sandbox._bubblewrap
+    host = tmp_path / "tmp"
     host.mkdir()
     host.chmod(0o1777)
 
@@ -274,7 +317,9 @@ def test_a_program_finds_nothing_of_the_one_before_it(make_prompt, monkeypatch, 
         return [*command[: at - 4], "--bind", str(host), *command[at + 1 :]]
 
     monkeypatch.setattr(sandbox, "_bubblewrap", with_tmp_of_the_host)
-    judged = usual_judge()(make_prompt(json.dumps({"inputs": [""], "outputs": ["3"]})), fenced(LEAVES))
+    judged = usual_judge()(
+        make_prompt(json.dumps({"inputs": [""], "outputs": ["3"]})), fenced(LEAVES)
+    )
     assert judged.reward == 1.0
     assert "/tmp/left" in inventory()
 
@@ -292,18 +337,21 @@ def test_the_sandbox_ends_with_its_worker(make_prompt) -> None:
 
 @needs_sandbox
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root and /usr/bin/python3"
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
+    reason="needs root and /usr/bin/python3",
 )
 def test_users_other_than_root_have_a_sandbox_by_a_user_namespace(monkeypatch) -> None:
     """With the distribution's interpreter: another user may not read root's own."""
     program = "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)"
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        os.chmod(folder, 0o755)  # noqa: S103
+        os.chmod(folder, 0o755)
         runner = shutil.copy(sandbox.RUNNER, folder)
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr(sys, "base_prefix", "/usr")
         monkeypatch.setattr(sandbox, "RUNNER", Path(runner))
-        monkeypatch.setattr(sandbox, "_interpreter", lambda: str(Path("/usr/bin/python3").resolve()))
+        monkeypatch.setattr(
+            sandbox, "_interpreter", lambda: str(Path("/usr/bin/python3").resolve())
+        )
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
         job = {
             "code": program.replace("PORT", str(server.getsockname()[1])),
@@ -315,7 +363,14 @@ def test_users_other_than_root_have_a_sandbox_by_a_user_namespace(monkeypatch) -
         with tempfile.TemporaryFile() as rules:
             rules.write(sandbox._filter())
             rules.seek(0)
-            command = [*sandbox._bubblewrap(rules.fileno()), sandbox._interpreter(), "-I", "-S", "-B", "/runner.py"]
+            command = [
+                *sandbox._bubblewrap(rules.fileno()),
+                sandbox._interpreter(),
+                "-I",
+                "-S",
+                "-B",
+                "/runner.py",
+            ]
             done = subprocess.run(
                 command, input=json.dumps(job).encode(), capture_output=True, pass_fds=(rules.fileno(),), user=65534,
                 group=65534, extra_groups=[], cwd="/", timeout=60, check=True,

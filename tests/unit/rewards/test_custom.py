@@ -26,14 +26,20 @@ def write(folder, text, name="mine.py"):
 
 
 def test_function_in_a_file(make_prompt, tmp_path):
-    file = write(tmp_path, "def judge(prompt, response):\n    return float(prompt.answer in response)\n")
+    file = write(
+        tmp_path, "def judge(prompt, response):\n    return float(prompt.answer in response)\n"
+    )
     judge = Custom(f"{file}:judge")
     assert judge(make_prompt("5"), "it is 5") == 1.0
     assert judge(make_prompt("5"), "it is 6") == 0.0
 
 
 def test_function_in_a_module(make_prompt, tmp_path, monkeypatch):
-    write(tmp_path, "def judge(prompt, response):\n    return len(response)\n", "custom_reward_module.py")
+    write(
+        tmp_path,
+        "def judge(prompt, response):\n    return len(response)\n",
+        "custom_reward_module.py",
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert Custom("custom_reward_module:judge")(make_prompt("5"), "abc") == 3.0
     del sys.modules["custom_reward_module"]
@@ -85,7 +91,17 @@ def test_failures_are_reward_errors(make_prompt, tmp_path, body, message):
 
 
 @pytest.mark.parametrize(
-    "value", ["1", "True", "1.0", "np.float32(1)", "np.int64(1)", "np.bool_(True)", "np.array(1.0)", "Fraction(1)"]
+    "value",
+    [
+        "1",
+        "True",
+        "1.0",
+        "np.float32(1)",
+        "np.int64(1)",
+        "np.bool_(True)",
+        "np.array(1.0)",
+        "Fraction(1)",
+    ],
 )
 def test_any_real_scalar_is_a_reward(make_prompt, tmp_path, value):
     reward = one_line(tmp_path, f"return {value}")(make_prompt("5"), "x")

@@ -18,7 +18,9 @@ class Server:
     """`answers` maps the number of a request to (status, body); the last one repeats."""
 
     def __init__(self, *answers):
-        self.requests, self.keys, self.hold_s = [], [], 0.0
+        self.requests = []
+        self.keys = []
+        self.hold_s = 0.0
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -44,7 +46,9 @@ class Server:
         self.released = threading.Event()
         self.httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.httpd.server_port}/judge"
-        threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
 
     def __enter__(self):
         return self
@@ -118,7 +122,9 @@ def test_errors_that_may_pass_are_retried(make_prompt) -> None:
         (found,) = judge_all(build_reward(options(server, attempts=2)), [(make_prompt("1"), "1")])
     assert "2 attempts failed" in found["failure"]
     assert "status 500" in found["failure"]
-    (found,) = judge_all(build_reward(options(server, attempts=1)), [(make_prompt("1"), "1")])  # closed
+    (found,) = judge_all(
+        build_reward(options(server, attempts=1)), [(make_prompt("1"), "1")]
+    )  # closed
     assert "1 attempts failed" in found["failure"]
 
 
@@ -132,11 +138,16 @@ def test_a_stuck_server_is_bounded_and_named(make_prompt, caplog, monkeypatch) -
             pool.submit("a", make_prompt("1"), "1")
             (verdict,) = pool.results()
     assert time.monotonic() - started < 10
-    assert verdict.failure == f"reward server {server.url}: 2 attempts failed; the last one: no response within 0.6 s"
+    assert (
+        verdict.failure
+        == f"reward server {server.url}: 2 attempts failed; the last one: no response within 0.6 s"
+    )
     assert f"waiting for the reward server {server.url}" in caplog.text
 
 
-def test_the_key_comes_from_the_environment_and_stays_out_of_messages(make_prompt, monkeypatch) -> None:
+def test_the_key_comes_from_the_environment_and_stays_out_of_messages(
+    make_prompt, monkeypatch
+) -> None:
     with Server((401, b"")) as server:
         given = options(server, api_key_env="JUDGE_KEY")
         monkeypatch.delenv("JUDGE_KEY", raising=False)

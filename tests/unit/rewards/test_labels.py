@@ -28,7 +28,9 @@ def test_non_finite_is_rejected(reward, threshold):
 def test_failure_cap():
     check_failures(["a"] * 5, 100, 0.05)
     check_failures([], 0, 0.0)
-    with pytest.raises(RewardError, match=r"6 of 100 samples .*share 0\.060.*0\.05.*first reason: timed out"):
+    with pytest.raises(
+        RewardError, match=r"6 of 100 samples .*share 0\.060.*0\.05.*first reason: timed out"
+    ):
         check_failures(["timed out"] * 6, 100, 0.05)
     with pytest.raises(RewardError, match="1 of 1"):
         check_failures(["x"], 1, 0.0)

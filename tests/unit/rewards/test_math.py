@@ -94,7 +94,11 @@ def test_model_text_is_never_evaluated_as_python(make_prompt, tmp_path):
         ("5", "no number", 0, 0),
     ],
 )
-def test_label_rules_differ_where_the_authors_do(make_prompt, gold, response, authors, ours) -> None:
-    """The authors' column is what their own compute_score returned (ritzz-ai/PACS, bbe1dc6, math-verify 0.9.0)."""
+def test_label_rules_differ_where_the_authors_do(
+    make_prompt, gold, response, authors, ours
+) -> None:
+    """The authors' column is what their own compute_score returned (ritzz-ai/PACS, bbe1dc6,
+    math-verify 0.9.0).
+    """
     assert authors_rule(make_prompt(gold), response) == authors
     assert last_box(make_prompt(gold), response) == ours

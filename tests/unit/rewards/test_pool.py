@@ -113,7 +113,9 @@ def other_children() -> None:
 
 def workers() -> list[psutil.Process]:
     """Processes that this test started, zombies included."""
-    return [child for child in psutil.Process().children(recursive=True) if child.pid not in _others]
+    return [
+        child for child in psutil.Process().children(recursive=True) if child.pid not in _others
+    ]
 
 
 def sleepers() -> list[psutil.Process]:
@@ -121,7 +123,11 @@ def sleepers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         named = process.info["cmdline"] and process.info["cmdline"][-2:] == ["sleep", "3600"]
-        if named and (process.info["environ"] or {}).get("PYTEST_CURRENT_TEST") == os.environ["PYTEST_CURRENT_TEST"]:
+        if (
+            named
+            and (process.info["environ"] or {}).get("PYTEST_CURRENT_TEST")
+            == os.environ["PYTEST_CURRENT_TEST"]
+        ):
             found.append(process)
     return found
 
@@ -167,7 +173,10 @@ def test_a_call_of_a_local_verifier_starts_no_thread(custom, make_prompt, monkey
 def test_verdicts_equal_direct_calls(make_prompt):
     options = MathReward(name="math", workers=2)
     judge = build_reward(options)
-    cases = {f"0:train/{n}#{n}": (make_prompt(str(n % 5)), f"so \\boxed{{{n % 3}}} \u2028 é\ud83d") for n in range(40)}
+    cases = {
+        f"0:train/{n}#{n}": (make_prompt(str(n % 5)), f"so \\boxed{{{n % 3}}} \u2028 é\ud83d")
+        for n in range(40)
+    }
     with CollectingPool(options) as pool:
         for key, (prompt, response) in cases.items():
             pool.submit(key, prompt, response)
@@ -208,7 +217,11 @@ def test_unreadable_gold_is_a_failure_not_zero(make_prompt):
         ("hog", "out of memory"),
         ("dumps", "the worker sent no verdict"),
         ("circle", "Circular reference"),
-        pytest.param("bulky", "details of 2097161 characters, expected at most 1048576", marks=pytest.mark.full),
+        pytest.param(
+            "bulky",
+            "details of 2097161 characters, expected at most 1048576",
+            marks=pytest.mark.full,
+        ),
         pytest.param("bytes", "not JSON serializable", marks=pytest.mark.full),
         pytest.param("not a number", "NaN is no JSON number", marks=pytest.mark.full),
     ],
@@ -228,7 +241,9 @@ def test_broken_verifiers_fail_their_sample_only(custom, make_prompt, caplog, re
     assert verdicts["3:train/7#2"] == ("3:train/7#2", 1.0, None, None)
     assert workers() == []
     assert_no_sleepers()
-    assert time.monotonic() - started < 600, "a process that the function started held up the verdict or the end"
+    assert time.monotonic() - started < 600, (
+        "a process that the function started held up the verdict or the end"
+    )
     (record,) = [found for found in caplog.records if "reward failed" in found.getMessage()]
     for part in ("train/7", "3:train/7#1", repr(response)):
         assert part in record.getMessage()
@@ -240,7 +255,9 @@ def test_the_limit_of_memory_counts_what_the_function_forks(custom, make_prompt)
         pool.submit("a", make_prompt("5"), "family")
         pool.submit("b", make_prompt("5"), "fine")
         failed, whole = pool.results()
-    assert failed.failure == ("its processes use more than reward.memory_limit_gib=0.4 together; the worker was killed")
+    assert failed.failure == (
+        "its processes use more than reward.memory_limit_gib=0.4 together; the worker was killed"
+    )
     assert whole == ("b", 1.0, None, None) and workers() == []
 
 
@@ -286,14 +303,21 @@ def test_a_flood_of_output_is_cut(custom, make_prompt, capfd):
         pool.submit("a", make_prompt("5"), "flood")
         assert pool.next_finished().reward is None
     output = capfd.readouterr().err
-    assert "xxx" in output and len(output) < 100_000 and "the rest of this response's output is left out" in output
+    assert (
+        "xxx" in output
+        and len(output) < 100_000
+        and "the rest of this response's output is left out" in output
+    )
 
 
 def test_prompt_arrives_whole_and_torch_is_not_imported(custom, make_prompt):
     with CollectingPool(custom()) as pool:
         pool.submit("ids", make_prompt("5"), "ids")
         pool.submit("torch", make_prompt("5"), "torch")
-        assert {verdict.key: verdict.reward for verdict in pool.results()} == {"ids": 1.0, "torch": 0.0}
+        assert {verdict.key: verdict.reward for verdict in pool.results()} == {
+            "ids": 1.0,
+            "torch": 0.0,
+        }
 
 
 def test_bad_options_end_in_one_error_and_no_process(tmp_path):
@@ -357,7 +381,10 @@ def test_workers_end_with_a_killed_parent(custom, tmp_path):
     )
     root = Path(__file__).resolve().parents[3]
     parent = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
@@ -376,7 +403,9 @@ def test_a_worker_ends_silently_when_the_pool_closes_with_an_unread_reply() -> N
     ours, theirs = socket.socketpair()
     command = "from pacs_megatron.rewards.worker import main; main()"
     words = [sys.executable, "-P", "-c", command, str(os.getpid()), str(theirs.fileno())]
-    process = subprocess.Popen(words, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, text=True
+    )
     theirs.close()
     options = ArithmeticReward(name="arithmetic").model_dump_json()
     setup = {"options": options, "sys_path": sys.path, "memory_limit_bytes": 4 << 30}

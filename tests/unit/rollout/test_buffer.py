@@ -1,4 +1,6 @@
-"""Parts of asynchronous training: rollout buffer, staleness, the judge's threads, responses to abandoned requests."""
+"""Parts of asynchronous training: rollout buffer, staleness, the judge's threads, responses to
+abandoned requests.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from hypothesis import strategies as st
 
 from pacs_megatron.config.reward_options import CustomReward
 from pacs_megatron.config.schema import AdmissionOptions
-from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
+from pacs_megatron.contracts import (
+    Group,
+    Prompt,
+    Sample,
+    SampleRequest,
+    SamplingOptions,
+    Span,
+    Stop,
+)
 from pacs_megatron.errors import CheckpointError, RewardError, RolloutError
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.admission import admit
@@ -38,13 +48,17 @@ PARAMS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_token
 
 
 def prompt(number: int) -> Prompt:
-    return Prompt(id=f"d/{number}", text="", token_ids=np.arange(3, dtype=np.int32), answer="1", problem="")
+    return Prompt(
+        id=f"d/{number}", text="", token_ids=np.arange(3, dtype=np.int32), answer="1", problem=""
+    )
 
 
 def requests_of(prompts: object, step: int) -> list[SampleRequest]:
     assert isinstance(prompts, list | tuple)
     return [
-        SampleRequest(id=f"{step}:{p.id}#{k}", prompt_id=p.id, token_ids=p.token_ids, seed=k, params=PARAMS)
+        SampleRequest(
+            id=f"{step}:{p.id}#{k}", prompt_id=p.id, token_ids=p.token_ids, seed=k, params=PARAMS
+        )
         for p in prompts
         for k in range(2)
     ]
@@ -66,10 +80,13 @@ def sample(request: SampleRequest, *digests: str, **changes: object) -> Sample:
 
 def rollouts(step: int, first: int, count: int = 2) -> StepRollouts:
     prompts = tuple(prompt(first + k) for k in range(count))
-    return StepRollouts(step=step, prompts=prompts, requests=tuple(requests_of(prompts, step)), epoch=step)
+    return StepRollouts(
+        step=step, prompts=prompts, requests=tuple(requests_of(prompts, step)), epoch=step
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- staleness
+# -----------------------------------------------------------------------------------------------------------
+# staleness
 def test_staleness_counts_steps_from_the_oldest_weights() -> None:
     sent = SentWeights()
     for step, digest in enumerate(["a", "b", "c"]):
@@ -83,24 +100,36 @@ def test_staleness_counts_steps_from_the_oldest_weights() -> None:
     assert sent.state_dict([sample(request, "a", "c")]) == {"a": 0, "c": 2}
     sent.add("a", 3)  # equal weights again: they count as new
     assert sent.staleness(sample(request, "a"), 4) == 0
-    mixed, plain = sample(request, "a", "c"), sample(request, "c")
+    mixed = sample(request, "a", "c")
+    plain = sample(request, "c")
     metrics = staleness_metrics([mixed, plain], [3, 1])
-    assert metrics == {"staleness/mean": 2.0, "staleness/max": 3.0, "staleness/multi_version_frac": 0.5}
+    assert metrics == {
+        "staleness/mean": 2.0,
+        "staleness/max": 3.0,
+        "staleness/multi_version_frac": 0.5,
+    }
 
 
 def test_stale_groups_are_dropped_whole_and_counted() -> None:
     requests = requests_of([prompt(0), prompt(1)], 1)
     samples = [sample(r, "a", reward=1.0, label=1) for r in requests]
-    groups = [Group(prompt_id=f"d/{k}", samples=tuple(samples[2 * k : 2 * k + 2])) for k in range(2)]
+    groups = [
+        Group(prompt_id=f"d/{k}", samples=tuple(samples[2 * k : 2 * k + 2])) for k in range(2)
+    ]
     kept = admit(groups, AdmissionOptions(), min_group_size=2, stale={samples[0].id})
     assert [group.prompt_id for group in kept.groups] == ["d/1"]
     assert kept.counts["stale_groups"] == 1
     assert "stale_groups" not in admit(groups, AdmissionOptions(), min_group_size=2).counts
 
 
-# -------------------------------------------------------------------------------------------------------------- buffer
+# --------------------------------------------------------------------------------------------------------------
+# buffer
 @settings(max_examples=25, deadline=None)
-@given(states=st.lists(st.sampled_from(["missing", "sampled", "judged", "failed"]), min_size=8, max_size=8))
+@given(
+    states=st.lists(
+        st.sampled_from(["missing", "sampled", "judged", "failed"]), min_size=8, max_size=8
+    )
+)
 def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> None:
     steps = [rollouts(3, 0), rollouts(4, 2)]
     requests = [request for w in steps for request in w.requests]
@@ -132,14 +161,18 @@ def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> N
             np.testing.assert_array_equal(got.token_ids, expected.token_ids)
     if requests:
         with pytest.raises(CheckpointError, match="d/3, which the data no longer has"):
-            rollouts_from_message(header, arrays, {k: v for k, v in prompts.items() if k != "d/3"}, requests_of)
+            rollouts_from_message(
+                header, arrays, {k: v for k, v in prompts.items() if k != "d/3"}, requests_of
+            )
 
 
 def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     one = rollouts(3, 0)
     one.enough = 1
     for request in one.requests[:3]:
-        one.sampled[request.id] = sample(request, "a", reward=1.0, label=1, reward_details={"of": request.id})
+        one.sampled[request.id] = sample(
+            request, "a", reward=1.0, label=1, reward_details={"of": request.id}
+        )
     one.judged = {request.id for request in one.requests[:2]}
     assert one.whole_group("d/1") is None
     group = one.whole_group("d/0")
@@ -157,12 +190,15 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     assert all(again.sampled[key].reward_details == {"of": key} for key in again.judged)
 
 
-# --------------------------------------------------------------------------------------------------------------- judge
+# ---------------------------------------------------------------------------------------------------------------
+# judge
 @pytest.fixture
 def judge(tmp_path: Path) -> Iterator[Judge]:
     file = tmp_path / "reward.py"
     file.write_text("def reward(prompt, response):\n    return float(response)\n")
-    options = CustomReward(name="custom", function=f"{file}:reward", workers=2, max_failure_frac=0.5)
+    options = CustomReward(
+        name="custom", function=f"{file}:reward", workers=2, max_failure_frac=0.5
+    )
     texts = {4: "1", 5: "0", 6: "0.5", 7: "no number"}
     with Judge(options, lambda ids: texts[len(ids) + 3], truncated="label0") as judge:
         yield judge
@@ -187,7 +223,9 @@ def test_concurrent_streams_receive_their_own_verdicts(judge: Judge) -> None:
     for thread in threads:
         thread.join(600)
     for step in range(3):
-        assert [s.id for s in found[step]] == [r.id for r in requests_of(list(prompts.values()), step)]
+        assert [s.id for s in found[step]] == [
+            r.id for r in requests_of(list(prompts.values()), step)
+        ]
         assert [s.label for s in found[step]] == [1, 0] * 40
 
 
@@ -197,17 +235,23 @@ def test_a_sample_may_be_submitted_again_before_its_verdict(judge: Judge) -> Non
     for _ in range(20):
         judge.submit(sample(request, "a"), prompt(0), verdicts.put)
     found = [verdicts.get(timeout=600) for _ in range(20)]
-    assert all(isinstance(verdict, Sample) and verdict.id == request.id and verdict.label == 1 for verdict in found)
+    assert all(
+        isinstance(verdict, Sample) and verdict.id == request.id and verdict.label == 1
+        for verdict in found
+    )
 
 
 def test_a_closed_judge_has_returned_every_verdict_and_starts_no_job(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(
         "import time\nfrom pathlib import Path\ncalls = Path(__file__).with_name('calls')\n\n\n"
-        "def reward(prompt, response):\n    with calls.open('a') as file:\n        file.write('x')\n"
+        "def reward(prompt, response):\n    with calls.open('a') as file:\n        "
+        "file.write('x')\n"
         "    time.sleep(3600 if calls.stat().st_size == 4 else 0)\n    return 1.0\n"
     )
-    options = CustomReward(name="custom", function=f"{file}:reward", workers=1, timeout_s=3600, max_failure_frac=0.5)
+    options = CustomReward(
+        name="custom", function=f"{file}:reward", workers=1, timeout_s=3600, max_failure_frac=0.5
+    )
     judge = Judge(options, lambda _ids: "", truncated="label0")
     verdicts: list[Sample | RewardError] = []
     for request in requests_of([prompt(k) for k in range(4)], 1):
@@ -266,24 +310,32 @@ def test_only_the_last_verdict_of_a_step_wakes_the_driver(judge: Judge) -> None:
     assert step.is_done and woken.empty()
 
 
-# -------------------------------------------------------------------------------------------------------------- driver
+# --------------------------------------------------------------------------------------------------------------
+# driver
 def test_responses_to_abandoned_requests_are_discarded(tmp_path: Path) -> None:
     client = DriverClient(tmp_path, tmp_path, timeout_s=600.0)
     client._process.kill()
     client._connection.close()
     ours, theirs = socket.socketpair()
-    client._connection, driver = Connection(ours, "rollout driver"), Connection(theirs, "trainer")
+    client._connection = Connection(ours, "rollout driver")
+    driver = Connection(theirs, "trainer")
     reported: list[tuple[int, int, bool]] = []
     client.on_progress = lambda *counts: reported.append(counts)
     client.send({"op": "rollout", "step": 1})
     client.abandon()
     driver.send({"kind": "groups", "request": 1})  # already in flight
-    driver.send({"kind": "progress", "request": 2, "done": 3, "total": 8, "waits_for_rewards": True})
+    driver.send(
+        {"kind": "progress", "request": 2, "done": 3, "total": 8, "waits_for_rewards": True}
+    )
     driver.send({"kind": "state", "request": 2, "order": {}})
     assert client.call({"op": "state", "trained": 0, "final": False})[0]["kind"] == "state"
     assert reported == [(3, 8, True)]
     requests = [driver.receive()[0] for _ in range(3)]
-    assert [(r["op"], r["request"]) for r in requests] == [("rollout", 1), ("abandon", 1), ("state", 2)]
+    assert [(r["op"], r["request"]) for r in requests] == [
+        ("rollout", 1),
+        ("abandon", 1),
+        ("state", 2),
+    ]
     driver.close()
     assert not client.is_lost
     with pytest.raises(RolloutError, match="ended unexpectedly"):

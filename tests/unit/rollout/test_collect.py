@@ -1,4 +1,6 @@
-"""Requests of the ranks to a driver whose servers lose their weights repeatedly: real ranks, a scripted driver."""
+"""Requests of the ranks to a driver whose servers lose their weights repeatedly: real ranks, a
+scripted driver.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_weights_are_sent_again_a_bounded_number_of_times(stale_responses: int) 
     for rank, (sent, result, requests) in enumerate(results):
         assert sent == [7] * min(stale_responses, MOST_RESENDS)
         if stale_responses > MOST_RESENDS:
-            assert result.startswith(f"the rollout servers lost their weights {MOST_RESENDS + 1} times")
+            assert result.startswith(
+                f"the rollout servers lost their weights {MOST_RESENDS + 1} times"
+            )
             assert "servers/" in result and "\n" not in result
         else:
             assert result == {"test": []}

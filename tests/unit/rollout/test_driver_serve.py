@@ -1,4 +1,6 @@
-"""The order of the driver's responses, requests and file writes: a real driver, its socket, a light server."""
+"""The order of the driver's responses, requests and file writes: a real driver, its socket, a light
+server.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Trainer:
     def __init__(self, folder: Path, server: ReplaySglang) -> None:
         model = make_tiny_qwen3(folder / "model", num_hidden_layers=1, vocab_size=262)
         rollout = f"{{engine: sglang, urls: ['{server.url}'], max_staleness: 1, sync: {{transport: disk}}, sampling: {{max_response_tokens: 16}}}}"
-        config = load_config(write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}")).config
+        config = load_config(
+            write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}")
+        ).config
         ours, theirs = socket.socketpair()
         self.folder = folder
         self.events: list[str] = []
@@ -49,7 +53,8 @@ class Trainer:
         self.events.clear()
 
     def _record(self) -> None:
-        start, send = self.driver._buffer.start, self._other_end.send
+        start = self.driver._buffer.start
+        send = self._other_end.send
 
         def record_start(rollouts: StepRollouts, *, urgent: bool = False) -> None:
             if not rollouts.started:

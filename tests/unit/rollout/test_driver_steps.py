@@ -1,4 +1,6 @@
-"""The driver's response to `rollout` for samples of several versions: a real driver object, no ranks, no sampling."""
+"""The driver's response to `rollout` for samples of several versions: a real driver object, no
+ranks, no sampling.
+"""
 
 from __future__ import annotations
 
@@ -66,20 +68,27 @@ def test_groups_beyond_max_staleness_are_not_trained(tmp_path: Path, max_stalene
         theirs.close()
     metrics = header["metrics"]
     facts = facts_of(header, arrays)
-    # Weights 2 belong to step 3; max_staleness=1 also allows weights 1, and neither allows weights 0.
+    # Weights 2 belong to step 3; max_staleness=1 also allows weights 1, and neither allows weights
+    # 0.
     assert metrics["admission/dropped_stale_groups"] == 2 - max_staleness
     assert facts.num_groups == 2 + max_staleness and facts.num_samples == 4 * facts.num_groups
     assert ("staleness/max" in metrics) == (max_staleness > 0)
     if max_staleness:
-        assert metrics["staleness/max"] == 1.0 and metrics["staleness/mean"] == pytest.approx(1 / 12)
+        assert metrics["staleness/max"] == 1.0 and metrics["staleness/mean"] == pytest.approx(
+            1 / 12
+        )
         assert metrics["staleness/multi_version_frac"] == pytest.approx(1 / 12)
 
 
 def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path) -> None:
-    """Embedded engine: all requests are sampled, so the order of the prompts decides which groups are trained."""
+    """Embedded engine: all requests are sampled, so the order of the prompts decides which groups
+    are trained.
+    """
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     path = write_tiny_run(tmp_path, model)
-    config = load_config(path, ("admission={drop_one_class_groups: true, oversample: 1.75}",)).config
+    config = load_config(
+        path, ("admission={drop_one_class_groups: true, oversample: 1.75}",)
+    ).config
     ours, theirs = socket.socketpair()
     driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
     try:
@@ -124,9 +133,13 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
     """DAPO's dynamic sampling, also where the step comes from a checkpoint after its first round."""
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     settings = "admission={drop_one_class_groups: true, oversample: 1.5, refill_rounds: 3}"
-    config = load_config(write_tiny_run(tmp_path, model), (settings, "batch.prompts_per_step=2")).config
+    config = load_config(
+        write_tiny_run(tmp_path, model), (settings, "batch.prompts_per_step=2")
+    ).config
     ours, theirs = socket.socketpair()
-    drivers = [Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(1 + resumes)]
+    drivers = [
+        Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(1 + resumes)
+    ]
     driver = drivers[0]
     try:
         driver.set_current(0, "weights0", 0)
@@ -160,11 +173,15 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
     facts = facts_of(header, arrays)
     kept = [sample_id.split(":", 1)[1].partition("#")[0] for sample_id in facts.ids[::4]]
     assert kept == [rollouts.prompts[k].id for k in (0, 3)]
-    assert header["metrics"]["admission/refills"] == 1 and header["metrics"]["admission/dropped_one_class_groups"] == 2
+    assert (
+        header["metrics"]["admission/refills"] == 1
+        and header["metrics"]["admission/dropped_one_class_groups"] == 2
+    )
 
 
 @pytest.mark.parametrize(
-    ("rounds", "reason"), [(2, "after admission.refill_rounds=2"), (9, "the data has no other prompts")]
+    ("rounds", "reason"),
+    [(2, "after admission.refill_rounds=2"), (9, "the data has no other prompts")],
 )
 def test_refill_ends_with_the_reason(
     tmp_path: Path, rounds: int, reason: str, caplog: pytest.LogCaptureFixture
@@ -188,17 +205,22 @@ def test_refill_ends_with_the_reason(
         driver.close()
         ours.close()
         theirs.close()
-    assert header["metrics"]["admission/refills"] == min(rounds, 3) and len(rollouts.prompts) == 4 * (
-        1 + min(rounds, 3)
-    )
+    assert header["metrics"]["admission/refills"] == min(rounds, 3) and len(
+        rollouts.prompts
+    ) == 4 * (1 + min(rounds, 3))
     assert f"step 1: 0 of 4 groups are admitted; it trains on them: {reason}" in caplog.text
 
 
 def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) -> None:
-    """A stop between rollout and update: the checkpoint has the step, and its prompts are not taken twice."""
+    """A stop between rollout and update: the checkpoint has the step, and its prompts are not taken
+    twice.
+    """
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     path = write_tiny_run(tmp_path, model)
-    rows = [{"problem": f"{a} + 1 = ?", "answer": str(a + 1), "solution": f"it is {a + 1}"} for a in range(12)]
+    rows = [
+        {"problem": f"{a} + 1 = ?", "answer": str(a + 1), "solution": f"it is {a + 1}"}
+        for a in range(12)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = (
         "run.steps=5",
@@ -210,10 +232,16 @@ def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) ->
     config = load_config(path, (*overrides, columns)).config
     ours, theirs = socket.socketpair()
     answers = []
-    first, second, undisturbed = (Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(3))
+    first, second, undisturbed = (
+        Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(3)
+    )
     for step in (1, 2, 3):
         undisturbed.rollout(step, step)
-        answers.append(undisturbed._results.step(undisturbed._buffer.dispatch(step, step)[0], undisturbed._buffer.sent))
+        answers.append(
+            undisturbed._results.step(
+                undisturbed._buffer.dispatch(step, step)[0], undisturbed._buffer.sent
+            )
+        )
     first.rollout(1, 1)
     first.rollout(2, 2)
     header, arrays = first.state(1, final=False)
@@ -221,7 +249,9 @@ def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) ->
     second.load_state(json.loads(json.dumps(header)), arrays)
     for step in (2, 3):
         second.rollout(step, step)
-        metrics, found = second._results.step(second._buffer.dispatch(step, step)[0], second._buffer.sent)
+        metrics, found = second._results.step(
+            second._buffer.dispatch(step, step)[0], second._buffer.sent
+        )
         assert metrics == answers[step - 1][0]
         assert not any(key.startswith("reward/") for key in metrics["metrics"])
         for name, values in answers[step - 1][1].items():
@@ -250,4 +280,6 @@ def test_a_special_token_in_a_solution_stays_text(tmp_path: Path) -> None:
     [sample] = data.take(1).sampled.values()
     assert tokenizer.decode(sample.response_ids[:-1]) == row["solution"]
     control = set(tokenizer.added_tokens_decoder)
-    assert [token for token in sample.response_ids.tolist() if token in control] == [tokenizer.eos_token_id]
+    assert [token for token in sample.response_ids.tolist() if token in control] == [
+        tokenizer.eos_token_id
+    ]

@@ -16,9 +16,13 @@ PARAMS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_token
 
 
 def rollouts(step: int) -> StepRollouts:
-    prompt = Prompt(id="d/0", text="", token_ids=np.arange(3, dtype=np.int32), answer="1", problem="")
+    prompt = Prompt(
+        id="d/0", text="", token_ids=np.arange(3, dtype=np.int32), answer="1", problem=""
+    )
     requests = tuple(
-        SampleRequest(id=f"{step}:d/0#{k}", prompt_id="d/0", token_ids=prompt.token_ids, seed=k, params=PARAMS)
+        SampleRequest(
+            id=f"{step}:d/0#{k}", prompt_id="d/0", token_ids=prompt.token_ids, seed=k, params=PARAMS
+        )
         for k in range(2)
     )
     return StepRollouts(step=step, prompts=(prompt,), requests=requests)
@@ -46,7 +50,10 @@ def test_the_ranks_sample_every_step_before_the_response() -> None:
     request = OpenRequest(7, steps[0], respond, steps)
     for step in steps:
         message = request.advance()
-        assert message is not None and (kind(message), message[0]["step"]) == ("generate", step.step)
+        assert message is not None and (kind(message), message[0]["step"]) == (
+            "generate",
+            step.step,
+        )
         assert message[0]["ids"] == [r.id for r in step.requests]
         assert request.advance() is None, "one `generate` at a time"
         assert request.take_in_ranks() is step
@@ -64,7 +71,10 @@ def test_progress_is_sent_after_a_change_and_names_the_wait_for_rewards() -> Non
         sampled(step, num_sampled)
         step.judged = {r.id for r in step.requests[:num_judged]}
         messages.append(request.advance())
-    found = [None if m is None else (m[0]["done"], m[0]["total"], m[0]["waits_for_rewards"]) for m in messages]
+    found = [
+        None if m is None else (m[0]["done"], m[0]["total"], m[0]["waits_for_rewards"])
+        for m in messages
+    ]
     assert found == [(0, 2, False), None, (1, 2, False), None, (1, 2, True)]
 
 

@@ -11,15 +11,24 @@ from pacs_megatron.errors import CheckpointError, ConfigError
 from pacs_megatron.runtime.files import is_file, remove, write_atomically, write_outputs
 
 OUTPUTS = {
-    "json": (b'{"tasks": ["math"], "differences": []}', b'{"tasks": ["aime24"], "differences": []}'),
+    "json": (
+        b'{"tasks": ["math"], "differences": []}',
+        b'{"tasks": ["aime24"], "differences": []}',
+    ),
     "latex": (b"\\begin{tabular}{lr}\n", b"\\begin{tabular}{lrrr}\n"),
     "csv": (b"method,task,mean\npacs,math,0.5\n", b"method,task,mean\ngrpo,aime,0.1\n"),
-    "archive": (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\x01\x02\x99", b"PK\x03\x04\x14\x00\x00\x00\x08\x00\x01\x02\x55"),
+    "archive": (
+        b"PK\x03\x04\x14\x00\x00\x00\x08\x00\x01\x02\x99",
+        b"PK\x03\x04\x14\x00\x00\x00\x08\x00\x01\x02\x55",
+    ),
     "page": (
         b"<!doctype html><html><title>Comparison: a</title>",
         b"<!doctype html><html><title>Comparison: b</title>",
     ),
-    "certificate": (b'{\n "direction": "verify",\n "format": 1}', b'{\n "direction": "verify",\n "format": 2}'),
+    "certificate": (
+        b'{\n "direction": "verify",\n "format": 1}',
+        b'{\n "direction": "verify",\n "format": 2}',
+    ),
 }
 
 
@@ -50,7 +59,9 @@ def test_no_output_is_written_if_one_would_replace_another_file(tmp_path: Path) 
         (b'{\n "direction": "verify",', b'{\n "result": "green"}'),
     ],
 )
-def test_an_output_of_another_command_is_kept(tmp_path: Path, before: bytes, content: bytes) -> None:
+def test_an_output_of_another_command_is_kept(
+    tmp_path: Path, before: bytes, content: bytes
+) -> None:
     path = tmp_path / "out"
     path.write_bytes(before)
     with pytest.raises(ConfigError, match="not an earlier output of this command"):

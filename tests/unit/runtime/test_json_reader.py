@@ -118,7 +118,12 @@ def test_an_array_is_no_object(tmp_path: Path) -> None:
 
 
 @fuzz
-@given(st.one_of(st.binary(max_size=200), st.text(alphabet='[]{}":,0123456789.eE-\\ntrufalsd \n\ud800\0', max_size=80)))
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.text(alphabet='[]{}":,0123456789.eE-\\ntrufalsd \n\ud800\0', max_size=80),
+    )
+)
 def test_any_bytes_give_a_value_or_the_named_error(document: str | bytes) -> None:
     try:
         parse_json(document, "f.json")
@@ -127,8 +132,15 @@ def test_any_bytes_give_a_value_or_the_named_error(document: str | bytes) -> Non
 
 
 @fuzz
-@given(lines=st.lists(st.binary(max_size=60) | st.sampled_from([b"[" * 5000, b"9" * 5000, b'{"step": 1}']), max_size=5))
-def test_any_file_of_lines_gives_rows_or_the_named_error(lines: list[bytes], tmp_path: Path) -> None:
+@given(
+    lines=st.lists(
+        st.binary(max_size=60) | st.sampled_from([b"[" * 5000, b"9" * 5000, b'{"step": 1}']),
+        max_size=5,
+    )
+)
+def test_any_file_of_lines_gives_rows_or_the_named_error(
+    lines: list[bytes], tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join(lines))
     assert all("step" in row for row in read_rows(path, {"step": int}))

@@ -46,14 +46,18 @@ def test_a_killed_parent_takes_its_child_along() -> None:
 
 
 def test_every_program_that_the_package_starts_ends_with_its_parent() -> None:
-    """The class: modules of this package that other modules start by name, the batch script's excepted."""
+    """The class: modules of this package that other modules start by name, the batch script's
+    excepted.
+    """
     sources = {path: path.read_text() for path in ROOT.rglob("*.py")}
     started = {
         node.value
         for path, text in sources.items()
         if ".Popen(" in text
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("pacs_megatron.")
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("pacs_megatron.")
         if (ROOT.parent / (node.value.replace(".", "/") + ".py")).is_file()
     }
     assert {"pacs_megatron.launch.agent", "pacs_megatron.rollout.driver"} <= started
@@ -69,5 +73,7 @@ def test_every_program_that_the_package_starts_ends_with_its_parent() -> None:
 def test_a_rank_whose_torchrun_has_already_ended_does_not_start(tmp_path: Path) -> None:
     """The signal of the kernel comes only for a parent that ends later."""
     command = [sys.executable, "-m", "pacs_megatron.training.main", str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, env={**os.environ, AGENT_PID: "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, AGENT_PID: "1"}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (1, "")

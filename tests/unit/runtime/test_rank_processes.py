@@ -12,7 +12,9 @@ from pacs_megatron.runtime import waiting
 from pacs_megatron.runtime.rank_processes import Processes
 
 
-def test_a_wait_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(waiting, "NOTICE_S", 0.1)
     Processes(tmp_path, "a part", lambda: time.sleep(1.0), limit_s=60).wait(DataError)
     assert caplog.records[0].getMessage().startswith("waiting for a part: ")

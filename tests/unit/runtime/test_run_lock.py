@@ -22,7 +22,14 @@ import pytest
 from pacs_megatron.launch import runs
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.runtime import run_lock, waiting
-from pacs_megatron.runtime.run_lock import LOCK_FILE, FolderInUseError, Lease, RunLock, lock_owner, refuse_if_locked
+from pacs_megatron.runtime.run_lock import (
+    LOCK_FILE,
+    FolderInUseError,
+    Lease,
+    RunLock,
+    lock_owner,
+    refuse_if_locked,
+)
 
 HOLD = """
 import sys, time
@@ -39,7 +46,10 @@ lock.close()
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock until a line arrives."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     yield process
@@ -60,7 +70,9 @@ def without_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
 
 
-def test_a_second_writer_is_rejected_and_named(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_second_writer_is_rejected_and_named(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
     with pytest.raises(FolderInUseError, match=rf"in use by `train` \(pid {holder.pid} on "):
         RunLock(tmp_path, "export")
     with pytest.raises(FolderInUseError):
@@ -109,7 +121,9 @@ def test_a_reused_pid_is_no_owner(tmp_path: Path) -> None:
     RunLock(tmp_path, "train").close()
     with RunLock(tmp_path, "train"):
         lease = lease_of(tmp_path)
-    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(lease, started="1", token="before"))))
+    (tmp_path / LOCK_FILE).write_text(
+        json.dumps(asdict(replace(lease, started="1", token="before")))
+    )
     assert lock_owner(tmp_path) is None
 
 
@@ -133,7 +147,9 @@ def test_a_reused_pid_is_no_owner(tmp_path: Path) -> None:
 def test_a_file_that_is_no_lease_is_no_owner(
     tmp_path: Path, change: dict[str, Any] | bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lease = asdict(Lease("train", socket.gethostname(), run_lock._namespace(), 1, "1", "now", "token"))
+    lease = asdict(
+        Lease("train", socket.gethostname(), run_lock._namespace(), 1, "1", "now", "token")
+    )
     content = change if isinstance(change, bytes) else json.dumps(lease | change).encode()
     (tmp_path / LOCK_FILE).write_bytes(content)
     assert lock_owner(tmp_path) is None
@@ -157,10 +173,16 @@ def test_a_fifo_blocks_no_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "report"])
-def test_readers_do_not_wait_for_a_stopped_writer(tmp_path: Path, holder: subprocess.Popen[str], verb: str) -> None:
-    """`holder` has the flock and sends no heartbeat; the lease has another host, so its state is unknown."""
+def test_readers_do_not_wait_for_a_stopped_writer(
+    tmp_path: Path, holder: subprocess.Popen[str], verb: str
+) -> None:
+    """`holder` has the flock and sends no heartbeat; the lease has another host, so its state is
+    unknown.
+    """
     holder.send_signal(signal.SIGSTOP)
-    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(lease_of(tmp_path), host="another"))))
+    (tmp_path / LOCK_FILE).write_text(
+        json.dumps(asdict(replace(lease_of(tmp_path), host="another")))
+    )
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text("line\n")
     if verb == "status":
@@ -190,13 +212,17 @@ def test_the_lease_of_another_host_is_stale_without_a_heartbeat(
     assert "waiting up to" in caplog.text and "taken over" in caplog.text
 
 
-def test_a_lease_of_yesterday_is_stale_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_of_yesterday_is_stale_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "_STALE_S", 1e6)
     leave_remote_lease(tmp_path, age_s=86400.0)
     assert lock_owner(tmp_path) is None
 
 
-def test_a_heartbeat_of_another_host_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_of_another_host_rejects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = leave_remote_lease(tmp_path, age_s=0.0)
 
     def sleep(_seconds: float) -> None:
@@ -211,7 +237,9 @@ def test_a_heartbeat_of_another_host_rejects(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def fast_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A writer with a short heartbeat in `run`."""
-    script = HOLD.replace("lock =", "import pacs_megatron.runtime.run_lock as m; m._HEARTBEAT_S = 0.1\nlock =")
+    script = HOLD.replace(
+        "lock =", "import pacs_megatron.runtime.run_lock as m; m._HEARTBEAT_S = 0.1\nlock ="
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
@@ -225,7 +253,9 @@ def fast_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_a_writer_whose_lock_was_taken_over_exits(tmp_path: Path, fast_holder: subprocess.Popen[str]) -> None:
+def test_a_writer_whose_lock_was_taken_over_exits(
+    tmp_path: Path, fast_holder: subprocess.Popen[str]
+) -> None:
     fast_holder.send_signal(signal.SIGSTOP)
     other = replace(lease_of(tmp_path / "run"), token="other", pid=1, command="export")
     (tmp_path / "run" / LOCK_FILE).write_text(json.dumps(asdict(other)))
@@ -235,7 +265,9 @@ def test_a_writer_whose_lock_was_taken_over_exits(tmp_path: Path, fast_holder: s
 
 
 @pytest.mark.parametrize("what", ["removed", "renamed", "replaced"])
-def test_a_writer_without_its_folder_exits(tmp_path: Path, fast_holder: subprocess.Popen[str], what: str) -> None:
+def test_a_writer_without_its_folder_exits(
+    tmp_path: Path, fast_holder: subprocess.Popen[str], what: str
+) -> None:
     folder = tmp_path / "run"
     folder.rename(tmp_path / "else")
     if what == "removed":
@@ -244,11 +276,15 @@ def test_a_writer_without_its_folder_exits(tmp_path: Path, fast_holder: subproce
         folder.mkdir()
     assert fast_holder.wait(600) == 1
     assert fast_holder.stderr is not None
-    assert fast_holder.stderr.read().startswith(f"ConfigError: {folder} was removed, renamed or replaced")
+    assert fast_holder.stderr.read().startswith(
+        f"ConfigError: {folder} was removed, renamed or replaced"
+    )
     assert list(tmp_path.glob("run/*")) == []
 
 
-def test_a_removed_lock_is_written_again(tmp_path: Path, fast_holder: subprocess.Popen[str]) -> None:
+def test_a_removed_lock_is_written_again(
+    tmp_path: Path, fast_holder: subprocess.Popen[str]
+) -> None:
     lock = tmp_path / "run" / LOCK_FILE
     before = lease_of(tmp_path / "run")
     lock.unlink()
@@ -275,7 +311,8 @@ def test_an_error_of_the_file_system_does_not_end_the_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without it the lock would be stale after 20 s, and another host could take it over."""
-    read, failures = run_lock._read, [OSError(5, "Input/output error")]
+    read = run_lock._read
+    failures = [OSError(5, "Input/output error")]
 
     def read_or_fail(path: Path) -> Lease | None:
         if failures and threading.current_thread().name == "run lock":
@@ -295,7 +332,8 @@ def test_a_lock_that_cannot_be_written_again_keeps_its_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A closed one could be another file's by then, which the next heartbeat would write to."""
-    opened, failures = run_lock._open, [OSError(28, "No space left on device")]
+    opened = run_lock._open
+    failures = [OSError(28, "No space left on device")]
 
     def open_or_fail(path: Path) -> int:
         if failures and threading.current_thread().name == "run lock":

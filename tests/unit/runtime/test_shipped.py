@@ -21,7 +21,9 @@ def test_every_shipped_configuration_has_a_name() -> None:
         assert files and [named(file.stem) for file in files] == files
 
 
-def test_a_file_of_the_user_comes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_the_user_comes_before_a_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").touch()
     assert shipped.cluster_file("local") == Path("local")
@@ -29,14 +31,18 @@ def test_a_file_of_the_user_comes_before_a_shipped_one(tmp_path: Path, monkeypat
 
 
 def test_an_unknown_name_is_one_line_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"nosuch: neither a file nor a shipped configuration; .* quickstart,"):
+    with pytest.raises(
+        ConfigError, match=r"nosuch: neither a file nor a shipped configuration; .* quickstart,"
+    ):
         shipped.run_file("nosuch")
     assert main(["config", "show", "nosuch"]) == ConfigError.exit_code
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["config", "show", "quickstart"]) == 0
 
 
-def test_a_built_package_contains_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_package_contains_the_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [
         sys.executable,
         "setup.py",
@@ -49,7 +55,8 @@ def test_a_built_package_contains_the_folders(tmp_path: Path, monkeypatch: pytes
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "pacs_megatron")
     for name in ("configs", "requirements", "slurm"):
-        mine, theirs = shipped.shipped_folder(name), ROOT / name
+        mine = shipped.shipped_folder(name)
+        theirs = ROOT / name
         assert mine == tmp_path / "pacs_megatron" / name
         files = {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
         assert {path.relative_to(mine) for path in mine.rglob("*") if path.is_file()} == files

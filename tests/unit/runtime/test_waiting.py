@@ -16,7 +16,9 @@ from pacs_megatron.runtime import waiting
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 
-def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
     deadline = time.monotonic() + 60
     with report_wait("for 4 ranks"):
@@ -25,9 +27,12 @@ def test_a_long_wait_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert caplog.records[0].getMessage().startswith("waiting for 4 ranks: ")
 
 
-def test_the_times_of_the_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_times_of_the_reports(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """With a clock that only the reports' own waits move."""
-    now, finished = [0.0], threading.Event()
+    now = [0.0]
+    finished = threading.Event()
 
     class Event(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -47,11 +52,14 @@ def test_the_times_of_the_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 
 def test_a_report_at_the_end_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that reports is between its wait and its line when the block ends; an error in it ends a driver."""
+    """The thread that reports is between its wait and its line when the block ends; an error in it
+    ends a driver.
+    """
     monkeypatch.setattr(waiting, "NOTICE_S", 0.01)
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    started, ended = threading.Event(), waiting._open.__dict__.setdefault("stack", [])
+    started = threading.Event()
+    ended = waiting._open.__dict__.setdefault("stack", [])
 
     def reason() -> str:
         started.set()
@@ -71,13 +79,17 @@ def test_a_short_wait_is_not(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_only_the_innermost_wait_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_innermost_wait_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
     deadline = time.monotonic() + 60
     with report_wait("for all"), report_wait(lambda: ""), report_wait(lambda: "for one"):
         while len(caplog.records) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {"waiting for one"}
+    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {
+        "waiting for one"
+    }
 
 
 def test_many_short_waits_are_reported_together(
@@ -89,10 +101,14 @@ def test_many_short_waits_are_reported_together(
         while not caplog.records and time.monotonic() < deadline:
             with report_wait("for one"):
                 time.sleep(0.01)
-    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {"waiting for all"}
+    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {
+        "waiting for all"
+    }
 
 
-def test_a_program_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_takes_long_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
     done = run_program([sys.executable, "-c", "import time; time.sleep(1); print('done')"])
     assert (done.returncode, done.stdout) == (0, "done\n")

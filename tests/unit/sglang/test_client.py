@@ -1,4 +1,6 @@
-"""The client and the fleet against servers that misbehave on command: no sample lost, doubled, stale or unchecked."""
+"""The client and the fleet against servers that misbehave on command: no sample lost, doubled,
+stale or unchecked.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ VERSION = "1:aa"
 VOCAB = 272
 
 
-def requests(num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag: str = "1") -> list[SampleRequest]:
+def requests(
+    num: int, *, group: int = 4, tokens: int = 8, prompt: int = 3, tag: str = "1"
+) -> list[SampleRequest]:
     params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=tokens)
     return [
         SampleRequest(
@@ -95,11 +99,15 @@ def check_all_there(samples: list[Sample], asked: list[SampleRequest]) -> None:
         assert sample.token_ids.dtype == np.int32
         assert sample.sampler_logprobs.dtype == np.float32
         assert len(sample.sampler_logprobs) == sample.response_len
-        assert [(s.version, s.digest, s.start, s.end) for s in sample.spans] == [(1, "aa", 0, sample.response_len)]
+        assert [(s.version, s.digest, s.start, s.end) for s in sample.spans] == [
+            (1, "aa", 0, sample.response_len)
+        ]
         assert sample.stop is Stop.LENGTH
 
 
-def test_every_request_comes_back_once_and_groups_stay_together(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_every_request_comes_back_once_and_groups_stay_together(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     servers = fakes(2)
     asked = requests(400)
     with engine(servers, max_in_flight=400) as client:
@@ -109,10 +117,16 @@ def test_every_request_comes_back_once_and_groups_stay_together(fakes: Callable[
     assert min(len(home) for home in homes) >= 40  # of 100 groups
 
 
-def test_the_request_contains_all_sampling_parameters(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_the_request_contains_all_sampling_parameters(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     [server] = fakes(1)
-    params = SamplingOptions(temperature=0.7, top_p=0.9, top_k=20, max_response_tokens=5, stop=("\n\n",))
-    asked = SampleRequest(id="a", prompt_id="p", token_ids=np.array([5, 6], np.int32), seed=2**62 + 1, params=params)
+    params = SamplingOptions(
+        temperature=0.7, top_p=0.9, top_k=20, max_response_tokens=5, stop=("\n\n",)
+    )
+    asked = SampleRequest(
+        id="a", prompt_id="p", token_ids=np.array([5, 6], np.int32), seed=2**62 + 1, params=params
+    )
     with engine([server]) as client:
         list(client.stream([asked]))
     [body] = server.bodies
@@ -137,8 +151,12 @@ def test_no_server_gets_more_than_its_share(fakes: Callable[..., list[FakeSglang
     assert [s.most_in_flight for s in servers] == [8, 8]
 
 
-@pytest.mark.parametrize("fault", ["http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version"])
-def test_what_one_server_spoils_the_other_delivers(fakes: Callable[..., list[FakeSglang]], fault: Fault) -> None:
+@pytest.mark.parametrize(
+    "fault", ["http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version"]
+)
+def test_what_one_server_spoils_the_other_delivers(
+    fakes: Callable[..., list[FakeSglang]], fault: Fault
+) -> None:
     bad, good = fakes(2, latency_s=lambda _: 0.005)
     bad.fault = fault
     asked = requests(80)
@@ -151,7 +169,9 @@ def test_what_one_server_spoils_the_other_delivers(fakes: Callable[..., list[Fak
 def test_a_server_that_dies_of_its_failures_has_no_request_started_over_twice(
     fakes: Callable[..., list[FakeSglang]],
 ) -> None:
-    """The failure that makes it DEAD belongs to a request of its own, which must go elsewhere once, not twice."""
+    """The failure that makes it DEAD belongs to a request of its own, which must go elsewhere once,
+    not twice.
+    """
     bad, good = fakes(2, latency_s=lambda _: 0.02)
     bad.fault = "http_500"
     asked = requests(32)
@@ -171,16 +191,24 @@ def test_a_fault_everywhere_ends_in_an_error_that_names_it(
     for server in servers:
         server.fault = fault
     reason = {"http_500": "HTTP 500", "nan": "log-prob nan at token 7"}[fault]
-    with engine(servers, max_failures=100) as client, pytest.raises(RolloutError, match=f"failed 4 times.*{reason}"):
+    with (
+        engine(servers, max_failures=100) as client,
+        pytest.raises(RolloutError, match=f"failed 4 times.*{reason}"),
+    ):
         list(client.stream(requests(4)))
 
 
-def test_servers_that_keep_failing_are_dead_and_then_all_are_down(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_servers_that_keep_failing_are_dead_and_then_all_are_down(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     servers = fakes(2)
     for server in servers:
         server.fault = "hang"
     match = r"no rollout server was usable for .* s: http.* dead: no response for .*; http"
-    with engine(servers, probe_timeout_s=0.3, all_down_after_s=3.0) as client, pytest.raises(RolloutError, match=match):
+    with (
+        engine(servers, probe_timeout_s=0.3, all_down_after_s=3.0) as client,
+        pytest.raises(RolloutError, match=match),
+    ):
         list(client.stream(requests(4)))
 
 
@@ -219,7 +247,9 @@ def test_rejected_connections_for_a_while(fakes: Callable[..., list[FakeSglang]]
         check_all_there(samples, asked)
 
 
-def test_a_server_with_other_weights_gets_no_requests(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_a_server_with_other_weights_gets_no_requests(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     stale, good = fakes(2)
     stale.weight_version = "0:zz"
     asked = requests(40)
@@ -241,7 +271,9 @@ def test_needs_weights_when_every_responding_server_is_stale(
         assert not client.needs_weights()
         first.weight_version = "default"  # as after a restart
         time.sleep(0.3)
-        assert not client.needs_weights()  # the other one works on, the next update brings this one back
+        assert (
+            not client.needs_weights()
+        )  # the other one works on, the next update brings this one back
         second.refuse()
         assert until(client.needs_weights)
         assert client.status()[1].health is Health.DEAD
@@ -255,10 +287,13 @@ def test_needs_weights_when_every_responding_server_is_stale(
         second.accept()
 
 
-def test_no_push_while_a_server_may_recover_by_itself(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_no_push_while_a_server_may_recover_by_itself(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     silent, stale = fakes(2)
     with engine([silent, stale], dead_after_s=1.5, probe_timeout_s=0.3) as client:
-        silent.fault, stale.weight_version = "hang", "default"
+        silent.fault = "hang"
+        stale.weight_version = "default"
         assert until(lambda: client.status()[0].health is Health.SUSPECT)
         assert not client.needs_weights()
         assert until(client.needs_weights)
@@ -285,7 +320,9 @@ def test_no_request_is_sent_during_an_update(fakes: Callable[..., list[FakeSglan
 def test_a_response_before_set_current_is_accepted_afterwards(
     fakes: Callable[..., list[FakeSglang]],
 ) -> None:
-    """A server that continues (`retract`, `in_place`) may finish a request before the trainer's notification."""
+    """A server that continues (`retract`, `in_place`) may finish a request before the trainer's
+    notification.
+    """
     [server] = fakes(1)
     with engine([server]) as client:
         server.latency_s = lambda _: 0.3
@@ -305,7 +342,9 @@ def test_a_response_before_set_current_is_accepted_afterwards(
         assert client.status()[0].health is Health.HEALTHY
 
 
-def test_a_response_with_weights_of_an_update_that_failed_is_rejected(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_a_response_with_weights_of_an_update_that_failed_is_rejected(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     broken, other = fakes(2)
     with engine([broken, other]) as client:
         broken.latency_s = other.latency_s = lambda _: 0.3
@@ -314,17 +353,24 @@ def test_a_response_with_weights_of_an_update_that_failed_is_rejected(fakes: Cal
         reader.start()
         assert until(lambda: sum(broken.asked.values()) + sum(other.asked.values()) == 8)
         client.begin_update()
-        broken.weight_version, other.weight_version = "2:half", "2:bb"
+        broken.weight_version = "2:half"
+        other.weight_version = "2:bb"
         assert until(lambda: broken.answered + other.answered == 8)
         client.set_current(2, "bb")
         reader.join(600)
         assert len(done) == 8
-        assert {(span.version, span.digest) for sample in done for span in sample.spans} == {(2, "bb")}
+        assert {(span.version, span.digest) for sample in done for span in sample.spans} == {
+            (2, "bb")
+        }
         assert client.status()[0].health is Health.STALE
 
 
-def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., list[FakeSglang]]) -> None:
-    """A server that falls back to older weights between two probes: its response is rejected, then it is STALE."""
+def test_weights_that_change_behind_our_back_are_noticed(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
+    """A server that falls back to older weights between two probes: its response is rejected, then
+    it is STALE.
+    """
     [server] = fakes(1)
     with engine([server], probe_interval_s=1.0, all_down_after_s=1.5, max_failures=100) as client:
         client.set_current(0, "old")
@@ -338,7 +384,9 @@ def test_weights_that_change_behind_our_back_are_noticed(fakes: Callable[..., li
             list(client.stream(requests(1, tag="2")))
 
 
-def test_cancelled_requests_end_here_and_on_the_server(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_cancelled_requests_end_here_and_on_the_server(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     [server] = fakes(1, latency_s=lambda body: 30.0 if "p1" in body["rid"] else 0.0)
     asked = requests(8)
     with engine([server], max_in_flight=6) as client:  # two of the eight wait in the queue
@@ -382,10 +430,14 @@ def test_a_rejected_request_is_not_tried_again(fakes: Callable[..., list[FakeSgl
 def test_what_would_end_or_reject_the_server_is_not_sent(
     fakes: Callable[..., list[FakeSglang]], ids: list[int], reason: str
 ) -> None:
-    """The real server crashes at a token id outside its vocabulary: not one of the stream's requests may go out."""
+    """The real server crashes at a token id outside its vocabulary: not one of the stream's
+    requests may go out.
+    """
     [server] = fakes(1)
     params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=4)
-    bad = SampleRequest(id="bad", prompt_id="p", token_ids=np.array(ids, np.int32), seed=1, params=params)
+    bad = SampleRequest(
+        id="bad", prompt_id="p", token_ids=np.array(ids, np.int32), seed=1, params=params
+    )
     good = requests(4)
     with engine([server]) as client:
         with pytest.raises(RolloutError, match=f"request bad: {reason}"):
@@ -394,7 +446,9 @@ def test_what_would_end_or_reject_the_server_is_not_sent(
         check_all_there(list(client.stream(good)), good)
 
 
-def test_an_answer_outside_the_vocabulary_is_rejected(fakes: Callable[..., list[FakeSglang]]) -> None:
+def test_an_answer_outside_the_vocabulary_is_rejected(
+    fakes: Callable[..., list[FakeSglang]],
+) -> None:
     [server] = fakes(1)
     [request] = requests(1, tokens=251)  # the fake's tokens go up to 250
     with engine([server], max_failures=100) as client:
@@ -405,11 +459,14 @@ def test_an_answer_outside_the_vocabulary_is_rejected(fakes: Callable[..., list[
 
 def test_two_streams_at_a_time_do_not_mix(fakes: Callable[..., list[FakeSglang]]) -> None:
     servers = fakes(2, latency_s=lambda _: 0.005)
-    train, evaluate = requests(60, tag="1"), requests(60, tag="eval1")
+    train = requests(60, tag="1")
+    evaluate = requests(60, tag="eval1")
     got: dict[str, list[Sample]] = {}
     with engine(servers, max_in_flight=8) as client:
         readers = [
-            threading.Thread(target=lambda key, asked: got.update({key: list(client.stream(asked))}), args=args)
+            threading.Thread(
+                target=lambda key, asked: got.update({key: list(client.stream(asked))}), args=args
+            )
             for args in (("train", train), ("evaluate", evaluate))
         ]
         for reader in readers:
@@ -427,7 +484,9 @@ def test_the_key_is_sent(fakes: Callable[..., list[FakeSglang]]) -> None:
         check_all_there(list(client.stream(asked)), asked)
     server.api_key = "another"
     wrong = Server(SglangApi(url=server.url, api_key="sesame"))
-    options = SglangRollout.model_construct(**OPTIONS | {"max_failures": 1, "retries": 0, "all_down_after_s": 0.5})
+    options = SglangRollout.model_construct(
+        **OPTIONS | {"max_failures": 1, "retries": 0, "all_down_after_s": 0.5}
+    )
     with SglangEngine([wrong], options, vocab_size=VOCAB) as client:
         client.set_current(1, "aa")
         with pytest.raises(RolloutError, match="HTTP 401"):
@@ -443,13 +502,17 @@ def test_closing_ends_an_open_stream(fakes: Callable[..., list[FakeSglang]]) -> 
             next(stream)
 
 
-# --------------------------------------------------------------------------------------------------------------- decode
+# ---------------------------------------------------------------------------------------------------------------
+# decode
 def answer(**changes: Any) -> bytes:
     meta: dict[str, Any] = {
         "id": "r/1",
         "finish_reason": {"type": "length", "length": 3},
         "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None], [-1.0, 9, None]],
-        "weight_versions": [{"version": "1:a", "start": 0, "end": 2}, {"version": "2:b", "start": 2, "end": 3}],
+        "weight_versions": [
+            {"version": "1:a", "start": 0, "end": 2},
+            {"version": "2:b", "start": 2, "end": 3},
+        ],
     }
     ids = changes.pop("output_ids", [7, 8, 9])
     return json.dumps({"text": "", "output_ids": ids, "meta_info": meta | changes}).encode()
@@ -462,7 +525,10 @@ def test_decode_of_a_good_answer_with_two_versions() -> None:
     assert got.spans == (("1:a", 0, 2), ("2:b", 2, 3))
     assert got.stop is Stop.LENGTH
     assert decode(answer(finish_reason={"type": "stop", "matched": 9}), "r/1", 9).stop is Stop.EOS
-    assert decode(answer(finish_reason={"type": "abort", "message": ""}), "r/1", 9).stop is Stop.ABORTED
+    assert (
+        decode(answer(finish_reason={"type": "abort", "message": ""}), "r/1", 9).stop
+        is Stop.ABORTED
+    )
 
 
 @pytest.mark.parametrize(
@@ -471,16 +537,37 @@ def test_decode_of_a_good_answer_with_two_versions() -> None:
         ({"id": "r/2"}, "response to request 'r/2', expected 'r/1'"),
         ({"output_ids": [7, 8], "finish_reason": {"type": "stop"}}, "2 tokens but log-probs of 3"),
         ({"output_ids": [7, 8, 1]}, "or of other tokens"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [float("inf"), 8, None], [-1.0, 9, None]]}, "malformed response"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [0.7, 8, None], [-1.0, 9, None]]}, "log-prob 0.69.* at token 1"),
-        ({"output_token_logprobs": [[None, 7, None], [-0.7, 8, None], [-1.0, 9, None]]}, "log-prob nan at token 0"),
+        (
+            {"output_token_logprobs": [[-0.5, 7, None], [float("inf"), 8, None], [-1.0, 9, None]]},
+            "malformed response",
+        ),
+        (
+            {"output_token_logprobs": [[-0.5, 7, None], [0.7, 8, None], [-1.0, 9, None]]},
+            "log-prob 0.69.* at token 1",
+        ),
+        (
+            {"output_token_logprobs": [[None, 7, None], [-0.7, 8, None], [-1.0, 9, None]]},
+            "log-prob nan at token 0",
+        ),
         ({"output_token_logprobs": None}, "malformed response"),
         ({"weight_versions": [{"version": "1:a", "start": 0, "end": 2}]}, "spans end at 2 of 3"),
-        ({"weight_versions": [{"version": "1:a", "start": 1, "end": 3}]}, "expected them contiguous"),
+        (
+            {"weight_versions": [{"version": "1:a", "start": 1, "end": 3}]},
+            "expected them contiguous",
+        ),
         ({"weight_versions": [{"version": "", "start": 0, "end": 3}]}, "without a weight version"),
         ({"finish_reason": {"type": "tired"}}, "finish reason"),
-        ({"finish_reason": {"type": "length", "length": 3}, "output_ids": [7, 8, 9], "max": 4}, "expected 4"),
-        ({"output_ids": [7, 8, 2**31], "output_token_logprobs": [[-1.0, 7], [-1.0, 8], [-1.0, 2**31]]}, "out of range"),
+        (
+            {"finish_reason": {"type": "length", "length": 3}, "output_ids": [7, 8, 9], "max": 4},
+            "expected 4",
+        ),
+        (
+            {
+                "output_ids": [7, 8, 2**31],
+                "output_token_logprobs": [[-1.0, 7], [-1.0, 8], [-1.0, 2**31]],
+            },
+            "out of range",
+        ),
     ],
 )
 def test_decode_rejects(changes: dict[str, Any], reason: str) -> None:
@@ -489,7 +576,9 @@ def test_decode_rejects(changes: dict[str, Any], reason: str) -> None:
         decode(answer(**changes), "r/1", max_tokens)
 
 
-ROUTES = np.array([[[0, 3], [2, 1]], [[1, 0], [3, 2]], [[2, 3], [0, 1]], [[1, 3], [0, 2]]], dtype="<i4")
+ROUTES = np.array(
+    [[[0, 3], [2, 1]], [[1, 0], [3, 2]], [[2, 3], [0, 1]], [[1, 3], [0, 2]]], dtype="<i4"
+)
 """of 2 prompt tokens and 3 response tokens: all but the last"""
 
 
@@ -509,7 +598,11 @@ def test_decode_returns_the_experts() -> None:
 @pytest.mark.parametrize(
     ("experts", "reason"),
     [
-        (None, "no routed_experts, which policy.routing=replay_sampler needs; start the server with --enable-return"),
+        (
+            None,
+            "no routed_experts, which policy.routing=replay_sampler needs; start the server with "
+            "--enable-return",
+        ),
         ("%%%", "no base64"),
         (encoded(ROUTES)[:-5], "no base64"),
         (encoded(ROUTES[:-1]), r"12 numbers, expected 16 \(4 tokens, 2 layers, top 2\)"),
@@ -520,7 +613,12 @@ def test_decode_returns_the_experts() -> None:
 )
 def test_decode_rejects_other_experts(experts: str | None, reason: str) -> None:
     with pytest.raises(BadResponseError, match=reason):
-        decode(answer(routed_experts=experts), "r/1", 3, RoutesShape(layers=2, top_k=2, experts=4, prompt_len=2))
+        decode(
+            answer(routed_experts=experts),
+            "r/1",
+            3,
+            RoutesShape(layers=2, top_k=2, experts=4, prompt_len=2),
+        )
 
 
 def test_decode_rejects_half_an_answer() -> None:

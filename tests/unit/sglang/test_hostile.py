@@ -1,4 +1,6 @@
-"""The client against servers that answer what no SGLang would: each a named error or another try, never a wrong sample."""
+"""The client against servers that answer what no SGLang would: each a named error or another try,
+never a wrong sample.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,10 @@ RAW = {
     "closed in the body": (http(answer()[:50], length=5000), "ClientPayloadError"),
     "no HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "Bad status line|Expected HTTP"),
     "huge head": (http(b"", "X-Filler: " + "x" * 200_000), "[Gg]ot more than|too long|exceeds"),
-    "not compressed": (http(b"\x1f\x8bnonsense", "Content-Encoding: gzip"), "the response is compressed"),
+    "not compressed": (
+        http(b"\x1f\x8bnonsense", "Content-Encoding: gzip"),
+        "the response is compressed",
+    ),
 }
 
 
@@ -90,11 +95,16 @@ def test_a_malformed_response_is_quoted_in_the_error(fake: FakeSglang, what: str
         check_all_there(list(client.stream(again)), again)
 
 
-@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"])
+@pytest.mark.parametrize(
+    "status", ["301 Moved", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"]
+)
 def test_a_redirect_is_not_followed(fake: FakeSglang, other: FakeSglang, status: str) -> None:
     """The prompts and, to the same origin, the key would follow a redirect."""
     fake.raw["/generate"] = http(b"", f"Location: {other.url}/generate", status=status)
-    with engine([fake], retries=0) as client, pytest.raises(RolloutError, match="redirects are not followed"):
+    with (
+        engine([fake], retries=0) as client,
+        pytest.raises(RolloutError, match="redirects are not followed"),
+    ):
         list(client.stream(requests(1)))
     assert not other.asked
 
@@ -102,12 +112,19 @@ def test_a_redirect_is_not_followed(fake: FakeSglang, other: FakeSglang, status:
 def test_an_endless_response_is_cut_off(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_client, "RESPONSE_BYTES", 10_000)
     fake.raw["/generate"] = http(b" " * 100_000)
-    with engine([fake], retries=0) as client, pytest.raises(RolloutError, match="response longer than 18192 bytes"):
+    with (
+        engine([fake], retries=0) as client,
+        pytest.raises(RolloutError, match="response longer than 18192 bytes"),
+    ):
         list(client.stream(requests(1)))
 
 
-@pytest.mark.parametrize("body", [b"[]", b"null", b'{"weight_version"', HTML, b"", b'{"model_path": "x"}'])
-def test_a_probe_that_is_answered_with_nonsense_makes_no_server_usable(fake: FakeSglang, body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body", [b"[]", b"null", b'{"weight_version"', HTML, b"", b'{"model_path": "x"}']
+)
+def test_a_probe_that_is_answered_with_nonsense_makes_no_server_usable(
+    fake: FakeSglang, body: bytes
+) -> None:
     """... and does not end the watch: the server comes back when it answers."""
     fake.raw["/model_info"] = http(body)
     with engine([fake]) as client:
@@ -117,7 +134,9 @@ def test_a_probe_that_is_answered_with_nonsense_makes_no_server_usable(fake: Fak
         assert until(lambda: client.status()[0].health is Health.HEALTHY)
 
 
-def test_a_bug_in_the_fleet_ends_the_streams_at_once(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_fleet_ends_the_streams_at_once(
+    fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine([fake], probe_timeout_s=0.3) as client:
         fake.fault = "hang"
         threading.Timer(0.3, setattr, (client._fleet, "_query_version", None)).start()
@@ -135,11 +154,18 @@ def test_a_bug_in_the_fleet_ends_the_streams_at_once(fake: FakeSglang, monkeypat
         answer(output_ids={"7": 1}),
         answer(output_ids="789"),
         answer(output_ids=[7.5, 8, 9], output_token_logprobs=[[-1.0, 7.5], [-1.0, 8], [-1.0, 9]]),
-        answer(output_ids=["7", "8", "9"], output_token_logprobs=[[-1.0, "7"], [-1.0, "8"], [-1.0, "9"]]),
+        answer(
+            output_ids=["7", "8", "9"],
+            output_token_logprobs=[[-1.0, "7"], [-1.0, "8"], [-1.0, "9"]],
+        ),
         answer(output_ids=[True, 8, 9], output_token_logprobs=[[-1.0, True], [-1.0, 8], [-1.0, 9]]),
         answer(output_ids=[[7], 8, 9], output_token_logprobs=[[-1.0, [7]], [-1.0, 8], [-1.0, 9]]),
-        answer(output_ids=[7, 8, 2**70], output_token_logprobs=[[-1.0, 7], [-1.0, 8], [-1.0, 2**70]]),
-        answer(output_ids=[7, 8, 2**63], output_token_logprobs=[[-1.0, 7], [-1.0, 8], [-1.0, 2**63]]),
+        answer(
+            output_ids=[7, 8, 2**70], output_token_logprobs=[[-1.0, 7], [-1.0, 8], [-1.0, 2**70]]
+        ),
+        answer(
+            output_ids=[7, 8, 2**63], output_token_logprobs=[[-1.0, 7], [-1.0, 8], [-1.0, 2**63]]
+        ),
         answer(output_ids=[7, 8, -1], output_token_logprobs=[[-1.0, 7], [-1.0, 8], [-1.0, -1]]),
         answer(output_token_logprobs=[[[-1.0], 7], [[-1.0], 8], [[-1.0], 9]]),
         answer(output_token_logprobs=[[], [], []]),
@@ -154,11 +180,25 @@ def test_a_bug_in_the_fleet_ends_the_streams_at_once(fake: FakeSglang, monkeypat
         answer(weight_versions=[]),
         answer(weight_versions=[{"start": 0, "end": 3}]),
         answer(weight_versions=[{"version": "1:a", "start": 0, "end": "x"}]),
-        answer(weight_versions=[{"version": "1:a", "start": 0, "end": 2}, {"version": "1:a", "start": 1, "end": 3}]),
-        answer(weight_versions=[{"version": "1:a", "start": 0, "end": 4}, {"version": "1:a", "start": 4, "end": 3}]),
+        answer(
+            weight_versions=[
+                {"version": "1:a", "start": 0, "end": 2},
+                {"version": "1:a", "start": 1, "end": 3},
+            ]
+        ),
+        answer(
+            weight_versions=[
+                {"version": "1:a", "start": 0, "end": 4},
+                {"version": "1:a", "start": 4, "end": 3},
+            ]
+        ),
         answer(id=None),
         # more than was requested, with any stop reason
-        answer(finish_reason={"type": "stop"}, output_ids=[7] * 4, output_token_logprobs=[[-1.0, 7]] * 4),
+        answer(
+            finish_reason={"type": "stop"},
+            output_ids=[7] * 4,
+            output_token_logprobs=[[-1.0, 7]] * 4,
+        ),
         b"\xff\xfe",
         b"-",
     ],
@@ -170,7 +210,9 @@ def test_every_wrong_response_is_a_bad_response(body: bytes) -> None:
 
 
 def test_a_response_cut_by_a_server_limit_names_the_limit() -> None:
-    with pytest.raises(BadResponseError, match=r"3 tokens with finish reason length, expected 9.*context_length"):
+    with pytest.raises(
+        BadResponseError, match=r"3 tokens with finish reason length, expected 9.*context_length"
+    ):
         decode(answer(), "r/1", 9)
 
 
@@ -187,7 +229,9 @@ def test_thousands_of_requests_at_once(fake: FakeSglang) -> None:
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     fake: FakeSglang, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the limit is too low, the error names it; otherwise requests would fail like faults of the servers."""
+    """If the limit is too low, the error names it; otherwise requests would fail like faults of the
+    servers.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
@@ -199,7 +243,9 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_answers_are_decoded_outside_of_the_loop(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_decoded_outside_of_the_loop(
+    fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
 
     def note(*args: Any) -> Any:
@@ -212,9 +258,14 @@ def test_answers_are_decoded_outside_of_the_loop(fake: FakeSglang, monkeypatch: 
         assert len(threads) == 48 and client._thread.name not in threads
 
 
-# ---------------------------------------------------------------------------------------------------------------- fleet
-def test_requests_on_a_server_that_missed_an_update_start_over_elsewhere(fake: FakeSglang, other: FakeSglang) -> None:
-    """An update that failed half-way leaves it paused for good: what it works on would be waited for an hour."""
+# ----------------------------------------------------------------------------------------------------------------
+# fleet
+def test_requests_on_a_server_that_missed_an_update_start_over_elsewhere(
+    fake: FakeSglang, other: FakeSglang
+) -> None:
+    """An update that failed half-way leaves it paused for good: what it works on would be waited
+    for an hour.
+    """
     with engine([fake, other], max_in_flight=4) as client:
         fake.paused = other.paused = True  # `retract` or `in_place`: requests wait
         got: list[Sample] = []
@@ -223,7 +274,9 @@ def test_requests_on_a_server_that_missed_an_update_start_over_elsewhere(fake: F
         reader.start()
         assert until(lambda: fake.most_in_flight == 4 and other.most_in_flight == 4)
         client.begin_update()
-        fake.weight_version, other.weight_version, other.paused = "2:updating", "2:bb", False
+        fake.weight_version = "2:updating"
+        other.weight_version = "2:bb"
+        other.paused = False
         client.set_current(2, "bb")
         reader.join(600)
         assert not reader.is_alive() and len(got) == 8
@@ -232,7 +285,9 @@ def test_requests_on_a_server_that_missed_an_update_start_over_elsewhere(fake: F
         assert until(lambda: len(fake.aborted) == 4)  # it listens still
 
 
-def test_requests_on_a_server_with_complete_older_weights_may_finish(fake: FakeSglang, other: FakeSglang) -> None:
+def test_requests_on_a_server_with_complete_older_weights_may_finish(
+    fake: FakeSglang, other: FakeSglang
+) -> None:
     """It did not take part in the update and is not paused."""
     fake.latency_s = other.latency_s = lambda _: 1.0
     with engine([fake, other], max_in_flight=4) as client:
@@ -263,10 +318,14 @@ def test_a_silent_server_is_dead_although_updates_come_more_often_than_that(
         assert until(lambda: client.status()[1].health is Health.HEALTHY)
 
 
-def test_silence_during_an_update_marks_no_server_dead(fake: FakeSglang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_during_an_update_marks_no_server_dead(
+    fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No probe runs then, and a server that loads weights does not respond."""
     passed_s = [0.0]
-    monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0]))
+    monkeypatch.setattr(
+        fleet, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
+    )
     with engine([fake], dead_after_s=600.0, probe_timeout_s=0.3) as client:
         client.begin_update()
         fake.fault = "hang"
@@ -278,8 +337,12 @@ def test_silence_during_an_update_marks_no_server_dead(fake: FakeSglang, monkeyp
         assert until(lambda: client.status()[0].health is Health.HEALTHY)
 
 
-def test_a_dead_server_of_others_that_comes_back_is_found_during_an_update(fake: FakeSglang) -> None:
-    """Its owner restarts it while the trainer steps: the update that then begins must not end the run."""
+def test_a_dead_server_of_others_that_comes_back_is_found_during_an_update(
+    fake: FakeSglang,
+) -> None:
+    """Its owner restarts it while the trainer steps: the update that then begins must not end the
+    run.
+    """
     with engine([fake], dead_after_s=0.5, probe_timeout_s=0.3) as client:
         fake.refuse()
         assert until(lambda: client.status()[0].health is Health.DEAD)
@@ -296,7 +359,9 @@ def test_a_dead_server_of_others_that_comes_back_is_found_during_an_update(fake:
 
 
 def test_two_clients_of_one_run_use_different_ids(fake: FakeSglang) -> None:
-    """A run that was killed and goes on: the server may still be at work on the first client's requests."""
+    """A run that was killed and goes on: the server may still be at work on the first client's
+    requests.
+    """
     fake.latency_s = lambda _: 0.5
     asked = requests(8)
     got: list[Sample] = []
@@ -318,7 +383,8 @@ def test_calls_after_close_raise(fake: FakeSglang) -> None:
         client.begin_update()
 
 
-# -------------------------------------------------------------------------------------------------------------- control
+# --------------------------------------------------------------------------------------------------------------
+# control
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", HTML, b"{}"])
 def test_control_answers_that_are_none_are_named_errors(fake: FakeSglang, body: bytes) -> None:
     api = SglangApi(url=fake.url, timeout_s=5.0)
@@ -329,7 +395,9 @@ def test_control_answers_that_are_none_are_named_errors(fake: FakeSglang, body: 
     }
     for path, call in calls.items():
         fake.raw[path] = http(body)
-        with pytest.raises(BadControlResponseError, match=rf"{path}: unexpected response .*; is it SGLang\?"):
+        with pytest.raises(
+            BadControlResponseError, match=rf"{path}: unexpected response .*; is it SGLang\?"
+        ):
             call()
 
 
@@ -361,7 +429,8 @@ def test_a_control_call_ends_in_time_though_the_server_sends_a_byte_now_and_then
 
 
 def test_an_announced_terabyte_takes_no_memory() -> None:
-    stop, listener = threading.Event(), socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.2)
     thread = threading.Thread(target=serve, args=(http(b"{", length=10**12), stop, listener))
     thread.start()
@@ -377,6 +446,8 @@ def test_an_announced_terabyte_takes_no_memory() -> None:
 def test_a_wrong_key_names_the_option() -> None:
     with FakeSglang(api_key="sesame") as fake:
         for key in (None, "open"):
-            with pytest.raises(ServerRefusedError, match=r"HTTP 401.*see rollout\.api_key_env") as caught:
+            with pytest.raises(
+                ServerRefusedError, match=r"HTTP 401.*see rollout\.api_key_env"
+            ) as caught:
                 SglangApi(url=fake.url, api_key=key).weight_version()
             assert "open" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""Life and death of owned servers, with a stand-in program of the same habits (the real one: tests/integration/sglang)."""
+"""Life and death of owned servers, with a stand-in program of the same habits (the real one:
+tests/integration/sglang).
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_a_stopped_server_is_ended_too(tmp_path: Path) -> None:
     assert not alive(pids)
 
 
-def test_a_stopped_guard_ends_its_server_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_guard_ends_its_server_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = ManagedServer(spec(tmp_path))
     server.start()
     server.wait_ready(TOOK_S)
@@ -120,7 +124,8 @@ def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_pa
     server = ManagedServer(spec(tmp_path))
     server.start()
     server.wait_ready(TOOK_S)
-    url, pids = server.url, tree(server)
+    url = server.url
+    pids = tree(server)
     os.kill(json.loads(server.pid_file.read_text())["server"], signal.SIGKILL)
     assert gone(pids)
     assert until_exit(server) == 128 + signal.SIGKILL
@@ -131,7 +136,9 @@ def test_killing_the_server_ends_its_orphans_and_a_restart_keeps_the_port(tmp_pa
 
 
 def test_an_exit_is_noticed_when_an_update_begins_and_the_server_comes_back(tmp_path: Path) -> None:
-    """Detected before the next probe, which is half a minute away: the update would go to a server that has ended."""
+    """Detected before the next probe, which is half a minute away: the update would go to a server
+    that has ended.
+    """
     own = ManagedServer(spec(tmp_path))
     own.start()
     own.wait_ready(TOOK_S)
@@ -166,7 +173,8 @@ def test_a_failed_start_quotes_the_log(tmp_path: Path) -> None:
 
 
 def test_one_failing_server_ends_the_others(tmp_path: Path) -> None:
-    good, bad = spec(tmp_path), spec(tmp_path, "--dummy-exit", "3", name="server1")
+    good = spec(tmp_path)
+    bad = spec(tmp_path, "--dummy-exit", "3", name="server1")
     with pytest.raises(RolloutError, match="server1 exited with 3"):
         sglang.start_servers([good, bad], TOOK_S)
     assert list(tmp_path.glob("*.pid")) == []
@@ -186,7 +194,9 @@ time.sleep(60)
 
 
 def launch(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
@@ -214,13 +224,19 @@ def test_the_next_start_ends_what_a_killed_launcher_and_a_killed_guard_left(tmp_
 
 
 def test_reap_leaves_a_stranger_with_a_reused_pid_alone(tmp_path: Path) -> None:
-    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+    )
     try:
         started = start_ticks(stranger.pid)
         assert started is not None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         record = {"boot_id": boot, "guard": stranger.pid, "guard_start": started - 1}
-        record |= {"server": stranger.pid, "server_start": started - 1, "store": str(tmp_path / "store")}
+        record |= {
+            "server": stranger.pid,
+            "server_start": started - 1,
+            "store": str(tmp_path / "store"),
+        }
         record |= {"shared": []}  # type: ignore[dict-item]
         (tmp_path / "server0.pid").write_text(json.dumps(record))
         assert reap(tmp_path) == []
@@ -271,9 +287,13 @@ def options(**changes: object) -> SglangRollout:
 
 
 @pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame", "sesame\x00"])
-def test_a_key_that_no_header_can_carry_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_named_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     monkeypatch.setattr(os, "environ", {"ROLLOUT_KEY": key})
-    with pytest.raises(ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key contains a space") as caught:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key contains a space"
+    ) as caught:
         sglang.api_key(options(api_key_env="ROLLOUT_KEY"))
     assert "same" not in str(caught.value)
 
@@ -288,7 +308,10 @@ def test_a_server_named_twice_is_rejected(second: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        (("--api-key", "sesame"), r"extra_args contains --api-key; remove it: set rollout\.api_key_env"),
+        (
+            ("--api-key", "sesame"),
+            r"extra_args contains --api-key; remove it: set rollout\.api_key_env",
+        ),
         (("--api-key=sesame",), r"extra_args contains --api-key; remove it"),
         (("--api_key=sesame",), r"extra_args contains --api_key; remove it"),
         (("--disable-cuda-graph", "--port", "1"), "a free port is chosen"),
@@ -311,7 +334,8 @@ def test_a_stop_request_ends_a_start_at_once(tmp_path: Path) -> None:
 
 
 def test_one_failing_server_does_not_wait_for_the_others(tmp_path: Path) -> None:
-    slow, bad = spec(tmp_path, "--dummy-never-ready"), spec(tmp_path, "--dummy-exit", "3", name="server1")
+    slow = spec(tmp_path, "--dummy-never-ready")
+    bad = spec(tmp_path, "--dummy-exit", "3", name="server1")
     began = time.monotonic()
     with pytest.raises(RolloutError, match="server1 exited with 3"):
         sglang.start_servers([slow, bad], 300.0)
@@ -333,7 +357,9 @@ def shared_files(tag: str) -> list[str]:
 def test_only_shared_memory_of_the_ended_server_is_removed(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang leaves it when it is killed; enough of it fills /dev/shm, and the next scheduler dies of SIGBUS."""
+    """SGLang leaves it when it is killed; enough of it fills /dev/shm, and the next scheduler dies
+    of SIGBUS.
+    """
     tag = f"pacstest{os.getpid()}{how[0]}"
     guard = (tmp_path / "guard.py").resolve()
     source = Path(sglang_guard.__file__).read_text()
@@ -377,18 +403,25 @@ def nvmlDeviceGetMemoryInfo(handle): return Info()
 """
 
 
-def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(tmp_path: Path) -> None:
+def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(
+    tmp_path: Path,
+) -> None:
     """A server that restarts beside the trainer gets the same bytes as before."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("")
-    (tmp_path / "sglang" / "launch_server.py").write_text("import sys; print('STARTED', *sys.argv[1:], flush=True)")
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import sys; print('STARTED', *sys.argv[1:], flush=True)"
+    )
     (tmp_path / "pynvml.py").write_text(NVML)
     free = tmp_path / "free"
     given = spec(tmp_path, python=(sys.executable,), device="cuda", tp=2, mem_fraction=0.35)
     made = replace(given, visible_devices="0,1")
     command = sglang_server._with_values_from_environment(made.command(1, 2))
     assert "--mem-fraction-static" not in command
-    environment = made.environment({}, tmp_path / "store", 2) | {"PYTHONPATH": str(tmp_path), "FREE_GIB": str(free)}
+    environment = made.environment({}, tmp_path / "store", 2) | {
+        "PYTHONPATH": str(tmp_path),
+        "FREE_GIB": str(free),
+    }
 
     def started(server: subprocess.Popen[str]) -> float:
         assert server.stdout is not None
@@ -398,7 +431,9 @@ def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(tm
 
     for gib in (100, 50):
         free.write_text(str(gib))
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        ) as server:
             assert started(server) * gib == pytest.approx(35, abs=0.02)
     free.write_text("37")  # less than 35 GiB and the reserve
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
@@ -410,6 +445,12 @@ def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(tm
 
 @pytest.mark.parametrize("line", [MOVED, RESTARTED, SENT_AGAIN])
 def test_the_log_lines_that_long_tests_wait_for_exist(line: str) -> None:
-    """A changed line made tests with real servers wait for their limit; they run in `make test-full` only."""
+    """A changed line made tests with real servers wait for their limit; they run in `make
+    test-full` only.
+    """
     package = Path(sglang.__file__).parents[1]
-    assert any(line in path.read_text() for folder in ("sglang", "rollout") for path in package.glob(f"{folder}/*.py"))
+    assert any(
+        line in path.read_text()
+        for folder in ("sglang", "rollout")
+        for path in package.glob(f"{folder}/*.py")
+    )

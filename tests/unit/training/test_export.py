@@ -8,7 +8,8 @@ from pacs_megatron.training import export
 
 
 def test_files_of_the_user_stay(tmp_path: Path) -> None:
-    before, target = tmp_path / "hf.before", tmp_path / "hf"
+    before = tmp_path / "hf.before"
+    target = tmp_path / "hf"
     for folder in (before, target):
         folder.mkdir()
         (folder / "config.json").write_text(folder.name)
@@ -18,6 +19,15 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
     (before / "plots").mkdir()
     (before / "plots" / "a.png").write_text("mine")
     export._keep_others(before, target)
-    found = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
-    assert found == {"config.json": "hf", "model.safetensors": "new", "notes.txt": "old", "plots/a.png": "mine"}
+    found = {
+        str(path.relative_to(target)): path.read_text()
+        for path in target.rglob("*")
+        if path.is_file()
+    }
+    assert found == {
+        "config.json": "hf",
+        "model.safetensors": "new",
+        "notes.txt": "old",
+        "plots/a.png": "mine",
+    }
     assert not before.exists()

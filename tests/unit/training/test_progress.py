@@ -29,10 +29,20 @@ ROLLOUT = {"engine": "embedded", "sampling": SAMPLING}
 
 
 def open_step(rows: list[int]) -> OpenStep:
-    """After one update; the second of two mini-batches has a reference pass of samples of 2 + row tokens."""
-    step = OpenStep(logprobs=[{}, {"reference": {row: np.full(2 + row, -row, np.float32) for row in rows}}])
+    """After one update; the second of two mini-batches has a reference pass of samples of 2 + row
+    tokens.
+    """
+    step = OpenStep(
+        logprobs=[{}, {"reference": {row: np.full(2 + row, -row, np.float32) for row in rows}}]
+    )
     step.add(
-        UpdateReport(grad_norm=2.0, is_clipped=True, lr=1e-3, metrics={"x": 0.5, "mismatch/kl": 0.1, "x_max": 3.0}), 4
+        UpdateReport(
+            grad_norm=2.0,
+            is_clipped=True,
+            lr=1e-3,
+            metrics={"x": 0.5, "mismatch/kl": 0.1, "x_max": 3.0},
+        ),
+        4,
     )
     return step
 
@@ -40,7 +50,9 @@ def open_step(rows: list[int]) -> OpenStep:
 def test_every_rank_gets_what_all_replicas_saved() -> None:
     def on_rank(rank: int, world: int) -> Any:
         assert dist.group.WORLD is not None
-        return open_step([1, 3] if rank == 0 else [0, 2]).to_record(rank_of(rank, dp=world), SETTINGS)
+        return open_step([1, 3] if rank == 0 else [0, 2]).to_record(
+            rank_of(rank, dp=world), SETTINGS
+        )
 
     record, nothing = run_ranks(on_rank, 2)
     assert nothing is None
@@ -57,7 +69,9 @@ def test_settings_may_not_change_inside_a_step() -> None:
     header = {"updates": 1, "minibatches": 0, "settings": SETTINGS, "sums": {}, "extremes": {}}
     with pytest.raises(CheckpointError, match=r"batch\.updates_per_step is 2, but .* with 3: "):
         OpenStep.from_record((header, {}), {**SETTINGS, "batch.updates_per_step": 2})
-    with pytest.raises(CheckpointError, match=r"objective\.\* is \[\], but .* with \['reference'\]: "):
+    with pytest.raises(
+        CheckpointError, match=r"objective\.\* is \[\], but .* with \['reference'\]: "
+    ):
         OpenStep.from_record((header, {}), {**SETTINGS, "objective.*": []})
 
 
@@ -66,12 +80,22 @@ def test_settings_may_not_change_inside_a_step() -> None:
     [
         (
             "objective.* (first update)",
-            {"objective": {"name": "grpo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+            {
+                "objective": {
+                    "name": "grpo",
+                    "kl_coef": 0.1,
+                    "kl_in": "reward",
+                    "kl_estimator": "k1",
+                }
+            },
         ),
         ("admission.truncated", {"admission": {"truncated": "drop"}}),
         ("admission.drop_one_class_groups", {"admission": {"drop_one_class_groups": True}}),
         ("rollout.max_staleness", {"rollout": ROLLOUT | {"max_staleness": 1}}),
-        ("rollout.sampling.temperature", {"rollout": ROLLOUT | {"sampling": SAMPLING | {"temperature": 0.7}}}),
+        (
+            "rollout.sampling.temperature",
+            {"rollout": ROLLOUT | {"sampling": SAMPLING | {"temperature": 0.7}}},
+        ),
     ],
 )
 def test_no_key_that_selects_samples_or_log_probs_changes_inside_a_step(
@@ -83,7 +107,9 @@ def test_no_key_that_selects_samples_or_log_probs_changes_inside_a_step(
     def settings(values: dict[str, Any]) -> dict[str, Any]:
         config = load_config(write_run(tmp_path, base | values)).config
         return saving._settings(
-            SimpleNamespace(config=config, objective=build_objective(config.objective, updates_per_step=2))  # type: ignore[arg-type]
+            SimpleNamespace(
+                config=config, objective=build_objective(config.objective, updates_per_step=2)
+            )  # type: ignore[arg-type]
         )
 
     header = {"updates": 1, "minibatches": 0, "settings": settings({}), "sums": {}, "extremes": {}}
@@ -102,7 +128,13 @@ def test_the_record_of_an_earlier_release_is_rejected_by_name(tmp_path: Path) ->
 def test_only_the_first_update_reports_the_mismatch_to_the_sampler() -> None:
     step = open_step([])
     step.add(
-        UpdateReport(grad_norm=4.0, is_clipped=False, lr=1e-3, metrics={"x": 0.5, "mismatch/kl": 9.0, "x_max": 1.0}), 4
+        UpdateReport(
+            grad_norm=4.0,
+            is_clipped=False,
+            lr=1e-3,
+            metrics={"x": 0.5, "mismatch/kl": 9.0, "x_max": 1.0},
+        ),
+        4,
     )
     assert step.sums.values() == {
         "x": 0.5,
@@ -126,5 +158,7 @@ def test_every_metric_keeps_its_denominator_over_several_updates() -> None:
         )
         step.add(report, 8)
     values = step.sums.values()
-    assert values["pacs/psi_mean_pos"] == pytest.approx((6 * 0.1 + 2 * 0.5) / 8)  # of the correct samples
+    assert values["pacs/psi_mean_pos"] == pytest.approx(
+        (6 * 0.1 + 2 * 0.5) / 8
+    )  # of the correct samples
     assert values["pacs/truncated_frac"] == pytest.approx(0.3)  # of all samples

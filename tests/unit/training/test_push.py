@@ -1,4 +1,6 @@
-"""The push and the bucket, with receivers that only listen (the real one: tests/integration/sglang)."""
+"""The push and the bucket, with receivers that only listen (the real one:
+tests/integration/sglang).
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,16 @@ class Listener:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(2)}
+    return {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.tensor(2),
+    }
 
 
 def test_every_receiver_gets_everything_in_order() -> None:
-    one, two = Listener(), Listener()
+    one = Listener()
+    two = Listener()
     pushed = push(3, weights().items(), [one, two])
     digest = WeightDigest()
     for name, tensor in weights().items():
@@ -58,7 +65,8 @@ def test_a_failing_receiver_stops_neither_the_others_nor_the_export(fail_at: str
             taken.append(name)
             yield name, tensor
 
-    bad, good = Listener(fail_at), Listener()
+    bad = Listener(fail_at)
+    good = Listener()
     with pytest.raises(SyncError, match=f"{fail_at} failed"):
         push(1, export(), [bad, good])
     assert taken == ["a", "b", "c"]
@@ -82,7 +90,8 @@ def test_the_digest_sees_names_types_shapes_bytes_and_order_but_not_strides(
             state.update(name, tensor)
         return state.hexdigest()
 
-    a, b = torch.arange(6.0).reshape(2, 3), torch.zeros(2)
+    a = torch.arange(6.0).reshape(2, 3)
+    b = torch.zeros(2)
     base = digest([("a", a), ("b", b)])
     others = [
         [("a", a), ("c", b)],
@@ -118,7 +127,9 @@ def plain_word_sum(data: bytes) -> int:
 def test_the_sum_of_words_is_the_one_of_its_description(size: int) -> None:
     tensor = torch.randn(size + 1).to(torch.bfloat16)
     expected = plain_word_sum(tensor[1:].contiguous().clone().view(torch.uint8).numpy().tobytes())
-    assert int(word_sum(tensor[1:])) == expected  # a view that does not begin at a multiple of 4 bytes
+    assert (
+        int(word_sum(tensor[1:])) == expected
+    )  # a view that does not begin at a multiple of 4 bytes
     assert int(word_sum(tensor[1:].clone())) == expected
 
 
@@ -174,7 +185,8 @@ def test_on_a_gpu_only_sums_reach_host_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_bucket_gives_back_what_was_put_in() -> None:
     bucket = Bucket(64)
-    a, b = torch.randn(3, 2), torch.randn(4).to(torch.bfloat16)
+    a = torch.randn(3, 2)
+    b = torch.randn(4).to(torch.bfloat16)
     for name, tensor in (("a", a.T), ("b", b)):
         assert bucket.fits(tensor)
         bucket.add(name, tensor)

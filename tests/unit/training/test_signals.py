@@ -15,7 +15,9 @@ from tests.support.ranks import run_ranks
 
 
 def test_a_signal_is_noticed_while_the_main_thread_waits_in_a_collective(tmp_path: Path) -> None:
-    """The watchdog then names the phase that delays the end; Python's own handlers run too late for that."""
+    """The watchdog then names the phase that delays the end; Python's own handlers run too late for
+    that.
+    """
 
     def on_rank(rank: int, _world: int) -> str:
         noticed = ""

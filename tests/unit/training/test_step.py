@@ -14,9 +14,16 @@ from pacs_megatron.training.progress import RunProgress
 def test_a_reference_reset_also_resets_the_moments_and_the_schedule_counts_planned_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four steps whose groups were all filtered out, with a reset every two steps and three updates per step."""
+    """Four steps whose groups were all filtered out, with a reset every two steps and three updates
+    per step.
+    """
     samples = SimpleNamespace(metrics={}, facts=None)
-    for name, result in (("collect", samples), ("poll", None), ("release_memory", None), ("cut", [])):
+    for name, result in (
+        ("collect", samples),
+        ("poll", None),
+        ("release_memory", None),
+        ("cut", []),
+    ):
         monkeypatch.setattr(page, name, lambda *_, result=result: result)
     resets: list[dict[str, bool]] = []
     positions: list[int] = []

@@ -35,7 +35,9 @@ def test_a_hang_is_reported_with_stack_phase_and_every_rank(tmp_path: Path) -> N
     other = tmp_path / HEARTBEAT_FOLDER / "rank1.json"
     other.parent.mkdir()
     other.write_text(json.dumps({"rank": 1, "phase": "sync", "silent_s": 3.0}))
-    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == ExitCode.HANG
     assert "phase 'update'" in done.stderr and "hang_timeout_s=0.5" in done.stderr
     assert "rank 1: phase 'sync' for 3 s" in done.stderr
@@ -48,17 +50,24 @@ def test_a_rank_that_has_not_saved_within_the_lead_ends_with_its_stack(tmp_path:
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
     script = HANGS.replace("0, 2, 0.5)", '1, 2, 1000.0, lambda: "SIGTERM", 1.0)')
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == ExitCode.HANG
     (line,) = done.stderr.splitlines()
-    assert "s after SIGTERM in phase 'update' (resources.signal_lead_s; the newest checkpoint is step_000004)" in line
+    assert (
+        "s after SIGTERM in phase 'update' (resources.signal_lead_s; the newest checkpoint is "
+        "step_000004)" in line
+    )
     assert "waits_for_ever" in (tmp_path / "logs" / "rank1.stack").read_text()
 
 
 def test_a_full_disk_does_not_disarm_it(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("")  # no file can be created in it
     (tmp_path / HEARTBEAT_FOLDER).write_text("")
-    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == ExitCode.HANG
     assert "phase 'update'" in done.stderr and "Traceback" not in done.stderr
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 from node_link import call, connect
 
 
-def nvmlInit() -> None:  # noqa: N802  # NVML's names
+def nvmlInit() -> None:  # NVML's names
     """Nothing."""
 
 
-def nvmlDeviceGetHandleByIndex(index: int) -> int:  # noqa: N802
+def nvmlDeviceGetHandleByIndex(index: int) -> int:
     return index
 
 
-def nvmlDeviceGetMemoryInfo(gpu: int) -> SimpleNamespace:  # noqa: N802
+def nvmlDeviceGetMemoryInfo(gpu: int) -> SimpleNamespace:
     with connect() as link:
         return SimpleNamespace(**call(link, {"op": "memory", "gpu": gpu}))

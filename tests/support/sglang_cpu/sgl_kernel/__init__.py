@@ -11,7 +11,11 @@ __getattr__ = install("sgl_kernel")
 
 
 def _no_cudart() -> Any:
-    """Pins nothing: `--enable-return-routed-experts` pins a host buffer on every device (mem_cache/pool_host/common.py:147)."""
+    """Pins nothing:
+
+    `--enable-return-routed-experts` pins a host buffer on every device
+    (mem_cache/pool_host/common.py:147).
+    """
     return SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
 

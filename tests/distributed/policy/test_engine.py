@@ -1,0 +1,133 @@
+"""The real Megatron policy against plain PyTorch + transformers, at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.objectives.registry import build_objective
+from tests.support.policies.policy_cases import (
+    ReferenceTrainer,
+    make_part,
+    make_policy,
+    random_step,
+    reference_logprobs,
+    train,
+)
+from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
+from tests.support.tiny_models import make_tiny_qwen3
+
+LAYOUTS = {
+    "one": {"world": 1},
+    "tp2": {"world": 2, "tp": 2},
+    "tp2-sp": {"world": 2, "tp": 2, "sequence_parallel": True},
+    "pp2": {"world": 2, "pp": 2},
+    "tp2pp2": {"world": 4, "tp": 2, "pp": 2},
+    "dp2": {"world": 2},
+    "dp2-distopt": {"world": 2, "distributed_optimizer": True},
+    "tp2dp2": {"world": 4, "tp": 2},
+}
+NUM_STEPS = 3
+
+
+def run(folder: Path, case: dict[str, Any], budget: int, dtype: str = "fp32") -> dict[str, Any]:
+    """Log-probs before, three PACS updates, log-probs and weights after; merged over ranks."""
+    options = {k: v for k, v in case.items() if k != "world"}
+    steps = [random_step(seed) for seed in range(NUM_STEPS)]
+
+    def on_rank(_rank: int, world: int) -> dict[str, Any]:
+        policy = make_policy(folder, world, tokens_per_microbatch=budget, dtype=dtype, **options)
+        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
+        before = policy.logprobs(make_part(*steps[0], policy, budget), "step_start")
+        reports = train(policy, objective, steps, tokens_per_microbatch=budget)
+        after = policy.logprobs(make_part(*steps[0], policy, budget), "step_start")
+        weights = (
+            {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
+            if dtype == "fp32"
+            else {}
+        )
+        return {
+            "before": before,
+            "after": after,
+            "loss": [r.metrics["objective/loss"] for r in reports],
+            "norm": [r.grad_norm for r in reports],
+            "weights": weights,
+            "score_passes": policy.num_passes["score"],
+        }
+
+    results = run_ranks(on_rank, case["world"])
+    merged = dict(results[0])
+    for key in ("before", "after"):
+        merged[key] = {row: value for result in results for row, value in result[key].items()}
+    for result in results:
+        assert result["loss"] == merged["loss"] and result["norm"] == merged["norm"]
+    return merged
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = make_tiny_qwen3(
+        tmp_path_factory.mktemp("qwen3"), tied=request.param, num_hidden_layers=4
+    )
+    trainer = ReferenceTrainer(folder)
+    steps = [random_step(seed) for seed in range(NUM_STEPS)]
+    with torch.no_grad():
+        before = [t.numpy() for t in reference_logprobs(trainer.model, *steps[0])]
+    losses, norms = zip(*(trainer.step(*step) for step in steps), strict=True)
+    with torch.no_grad():
+        after = [t.numpy() for t in reference_logprobs(trainer.model, *steps[0])]
+    weights = {name: p.detach().numpy() for name, p in trainer.model.named_parameters()}
+    return {
+        "folder": folder,
+        "before": before,
+        "after": after,
+        "loss": losses,
+        "norm": norms,
+        "weights": weights,
+        "start": {
+            k: v.numpy()
+            for k, v in ReferenceTrainer(folder).model.named_parameters()
+            for v in [v.detach()]
+        },
+    }
+
+
+@pytest.mark.parametrize("layout", in_test(LAYOUTS, "one", "tp2-sp", "tp2pp2", "dp2-distopt"))
+def test_three_pacs_updates_equal_the_reference(reference: dict[str, Any], layout: str) -> None:
+    got = run(reference["folder"], LAYOUTS[layout], budget=64)
+    assert got["score_passes"] == 0, "step_start, one update a step: no score pass"
+    for row, expected in enumerate(reference["before"]):
+        np.testing.assert_allclose(got["before"][row], expected, atol=2e-5)
+    np.testing.assert_allclose(got["loss"], reference["loss"], rtol=1e-5)
+    np.testing.assert_allclose(got["norm"], reference["norm"], rtol=1e-4)
+    for row, expected in enumerate(reference["after"]):
+        np.testing.assert_allclose(got["after"][row], expected, atol=5e-5)
+    assert set(got["weights"]) == set(reference["weights"])
+    for name, expected in reference["weights"].items():
+        # Relative to how far the weights moved: three steps of Adam at lr 1e-3 move each by up to
+        # 3e-3.
+        np.testing.assert_allclose(got["weights"][name], expected, atol=3e-5, err_msg=name)
+        assert np.abs(expected - reference["start"][name]).max() > 1e-4, (
+            "the reference did not train this weight"
+        )
+
+
+def test_the_cut_into_microbatches_does_not_matter(reference: dict[str, Any]) -> None:
+    """One sample a micro-batch, siblings together, everything in one: the same update."""
+    runs = [run(reference["folder"], LAYOUTS["one"], budget) for budget in (23, 64, 10_000)]
+    runs.append(run(reference["folder"], LAYOUTS["dp2"], 32))
+    for other in runs[1:]:
+        np.testing.assert_allclose(other["loss"], runs[0]["loss"], rtol=1e-5)
+        np.testing.assert_allclose(other["norm"], runs[0]["norm"], rtol=1e-5)
+        for name, weight in runs[0]["weights"].items():
+            np.testing.assert_allclose(
+                other["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name
+            )

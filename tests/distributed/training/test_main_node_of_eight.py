@@ -1,0 +1,416 @@
+"""Every shipped configuration on the modelled node of eight GPUs: eight real ranks over gloo,
+stand-in servers, the real driver and guards.
+
+A tiny model of the same family replaces the file's model. The file's layout, transport, number of
+servers and their tensor-parallel size stay. Data, lengths and batch are small. FP8 is off: a CPU
+has none. tests/te/training/test_main_node_of_eight.py runs the FP8 files with Transformer Engine's
+modules and emulated FP8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from pacs_megatron.config import load_config
+from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.sglang.server import PORT_TAKEN
+from pacs_megatron.workbench.plan.plan import make_plan
+from tests.support.metrics import reproducible_bytes
+from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
+from tests.support.node.servers import NUM_GPUS
+from tests.support.ranks import RankError, run_ranks
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import REWARD
+
+RUNS = Path(__file__).parents[3] / "configs" / "runs"
+GPU_BYTES = {"h100": 80 << 30, "h200": 141 << 30}
+NUM_PROMPTS = 8
+NUM_SAMPLES = 4
+IN_TEST = "pacs-qwen3-8b-1n8g-tp2"
+IN_FULL = (
+    "pacs-qwen2.5-7b-1n8g-tp2",
+    "grpo-qwen3-14b-2n8g-tp4-ahead",
+    "grpo-qwen3-30b-a3b-4n8g-ep8",
+    "pacs-qwen3-32b-4n8g-tp8",
+    "grpo-qwen3-4b-1n8g-tp1",
+)
+
+
+@dataclass(slots=True)
+class NodeRun:
+    """A run of configuration `name`; `hosts` report what the servers saw."""
+
+    name: str
+    folder: Path
+    steps: int = 2
+    faults: frozenset[Fault] = frozenset()
+    more: tuple[str, ...] = ()
+    emulates_fp8: bool = False
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def config_path(self) -> Path:
+        return RUNS / f"{self.name}.yaml"
+
+    @property
+    def num_servers(self) -> int:
+        servers = load_config(self.config_path, self.more).config.rollout.managed_servers
+        assert servers is not None
+        return servers.count
+
+    def exported(self) -> str:
+        return digest_of(load_file(self.run_dir / "hf" / "model.safetensors"))
+
+    def overrides(self, model: Path, python: list[str]) -> tuple[str, ...]:
+        folder = self.folder
+        rows = [
+            {"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "reward.py").write_text(REWARD.format(delay_s=0))
+        columns = {"problem": "problem", "answer": "answer"}
+        data = {"path": str(folder / "train.jsonl"), "name": "sums", "columns": columns}
+        values: dict[str, Any] = {
+            "run.dir": str(folder / "runs"),
+            "run.steps": self.steps,
+            "model.path": str(model),
+            "resources.nodes": 1,  # data-parallel replicas on one node of eight
+            "batch.prompts_per_step": NUM_PROMPTS,
+            "batch.samples_per_prompt": NUM_SAMPLES,
+            "batch.tokens_per_microbatch": 256,
+            "data.max_prompt_tokens": 128,
+            "data.train": {**data, "preset": None},
+            "evaluation.benchmarks": [{**data, "limit": 2}],
+            "evaluation.samples_per_prompt": 4,
+            "evaluation.k": [1, 4],
+            "evaluation.sampling.max_response_tokens": 16,
+            "reward": {"name": "custom", "function": f"{folder}/reward.py:reward", "workers": 2},
+            "rollout.sampling.max_response_tokens": 24,
+            "rollout.servers.python": python,
+            "rollout.sync.bucket_mib": 1,
+            "rollout.probe_interval_s": 0.3,
+            "optimizer.lr": 1e-3,
+            "checkpoint.every": 1,
+            "mismatch.max_abs_mean": None,  # the stand-in servers' log-probs are invented
+            "mismatch.max_kl": None,
+            "logging.tensorboard": False,
+        }
+        if self.name.endswith("-fp8") and not self.emulates_fp8:
+            values["precision.fp8"] = None
+        return (*(f"{key}={_flow(value)}" for key, value in values.items()), *self.more)
+
+    def run(self) -> None:
+        """Raises RankError when a rank fails."""
+        config = load_config(self.config_path, self.more).config
+        assert config.resources.gpu is not None
+        model, scale = tiny_model(
+            self.folder / "model", config.model.path, head_dim=16 if self.emulates_fp8 else 8
+        )
+        sockets = [self.folder / f"host{i}" for i in range(1 + config.resources.rollout_nodes)]
+        gpu_bytes = GPU_BYTES[config.resources.gpu]
+        hosts = [Host(path, gpu_bytes, scale, self.faults) for path in sockets]
+        environment = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={SITE}"]
+        serving: list[subprocess.Popen[bytes]] = []
+        try:
+            trainer, *rollout_hosts = hosts
+            python = [*environment, f"PACS_TEST_NODE={trainer.path}", sys.executable]
+            overrides = self.overrides(model, python)
+            if rollout_hosts:
+                serving = [
+                    self._serve(number, host, model) for number, host in enumerate(rollout_hosts)
+                ]
+                urls = self._urls(len(rollout_hosts), serving)
+                overrides += ("rollout.servers=null", f"rollout.urls=[{','.join(urls)}]")
+            on_gpus = config.rollout.on_trainer_gpus
+            codes = run_ranks(
+                lambda rank, _world: run_on_gpu(
+                    rank, self.config_path, overrides, trainer if on_gpus else None, scale
+                ),
+                NUM_GPUS,
+                init_process_group=False,
+            )
+            assert codes == [0] * NUM_GPUS
+        finally:
+            for process in serving:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+            self.hosts = [host.call(op="report") for host in hosts]
+            (self.folder / "hosts.json").write_text(json.dumps(self.hosts))
+            for host in hosts:
+                host.close()
+
+    def _serve(self, number: int, host: Host, model: Path) -> subprocess.Popen[bytes]:
+        """The command of slurm/train.sbatch for one rollout node."""
+        python = [
+            "env",
+            "-u",
+            "PYTHONSAFEPATH",
+            f"PYTHONPATH={SITE}",
+            f"PACS_TEST_NODE={host.path}",
+            sys.executable,
+        ]
+        command = [sys.executable, "-m", "pacs_megatron.launch.serve", str(self.folder / "servers")]
+        with (self.folder / f"serve{number}.log").open("wb") as log:
+            return subprocess.Popen(
+                [*command, str(self.config_path), *self.overrides(model, python)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "SLURMD_NODENAME": f"rollout{number}",
+                    "PACS_NODE_ADDR": f"127.0.0.{number + 2}",
+                },
+            )
+
+    def _urls(self, num_hosts: int, serving: list[subprocess.Popen[bytes]]) -> list[str]:
+        while len(files := sorted((self.folder / "servers").glob("*.urls"))) < num_hosts:
+            logs = [path.read_text() for path in sorted(self.folder.glob("serve*.log"))]
+            assert all(process.poll() is None for process in serving), logs
+            time.sleep(0.1)
+        return [url for file in files for url in file.read_text().split()]
+
+
+def _flow(value: Any) -> str:
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        .strip()
+        .removesuffix("\n...")
+        .strip()
+    )
+
+
+def in_tiers() -> list[object]:
+    marks = {IN_TEST: (), **dict.fromkeys(IN_FULL, (pytest.mark.full,))}
+    return [
+        pytest.param(name, marks=marks.get(name, (pytest.mark.campaign,)))
+        for name in sorted(path.stem for path in RUNS.glob("*n8g*.yaml"))
+    ]
+
+
+@pytest.mark.parametrize("name", in_tiers())
+def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
+    check_run(NodeRun(name, tmp_path))
+
+
+def test_a_stand_in_server_reports_a_taken_port_as_the_product_expects(tmp_path: Path) -> None:
+    """The product then starts it at another port, as with the real server."""
+    make_tiny_qwen3(tmp_path / "model")
+    host = Host(tmp_path / "host", GPU_BYTES["h100"], 1.0, frozenset())
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            options = (
+                "--host=127.0.0.1",
+                f"--port={taken.getsockname()[1]}",
+                "--tp-size=1",
+                "--mem-fraction-static=0.5",
+            )
+            args = [f"--model-path={tmp_path / 'model'}", *options]
+            answer = host.call(op="serve", args=args, visible="0", pid=0)
+        assert answer["code"] == 1 and any(text in answer["reason"] for text in PORT_TAKEN), answer
+        memory = host.call(op="memory", gpu=0)
+        assert memory["free"] == memory["total"]
+    finally:
+        host.close()
+
+
+def check_run(run: NodeRun) -> None:
+    """Runs it; every step, sample, checkpoint and server exists, and all servers have the exported
+    weights.
+    """
+    run.run()
+    rows = read_metrics(run.run_dir)
+    assert [row["step"] for row in rows if row["step"]] == [1, 2]
+    for row in rows[-2:]:
+        assert row["admission/num_samples"] == NUM_PROMPTS * NUM_SAMPLES
+        assert math.isfinite(row["optimizer/grad_norm"] or math.nan)
+    assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} >= {
+        "step_000001",
+        "step_000002",
+    }
+    servers = [server for host in run.hosts for server in host["servers"]]
+    ended = [reason for host in run.hosts for reason in host["ended"]]
+    assert all(reason.endswith("its process was killed") for reason in ended), (
+        ended
+    )  # at the end of the run
+    assert sum(len(host["starts"]) for host in run.hosts) == len(servers) == run.num_servers
+    assert {server["held"] for server in servers} == {run.exported()}
+    assert len({server["version"] for server in servers}) == 1 and not any(
+        server["paused"] for server in servers
+    )
+    assert all(server["answered"] for server in servers)
+    assert 0 < run.hosts[0]["real_peak"] < 20 << 30
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("count", "tp"), [(4, 2), (1, 8)])
+def test_colocated_servers_with_several_gpus_each(tmp_path: Path, count: int, tp: int) -> None:
+    """Each tensor-parallel rank of a server gets a handle of its own; the trainer has tp=2."""
+    check_run(
+        NodeRun(
+            IN_TEST, tmp_path, more=(f"rollout.servers.count={count}", f"rollout.servers.tp={tp}")
+        )
+    )
+
+
+@pytest.mark.full
+def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_path: Path) -> None:
+    """60 % of a GPU for servers: beside the trainer's whole state (37 GiB of 80) they would never
+    start.
+    """
+    plain = NodeRun(IN_TEST, tmp_path / "plain")
+    larger = NodeRun(
+        IN_TEST,
+        tmp_path / "larger",
+        more=("policy.offload=all", "rollout.servers.mem_fraction=0.6"),
+        steps=2,
+    )
+    for run in (plain, larger):
+        run.folder.mkdir()
+        run.run()
+    assert larger.exported() == plain.exported()
+    assert {server["held"] for server in larger.hosts[0]["servers"]} == {larger.exported()}
+    assert reproducible_bytes(larger.run_dir) == reproducible_bytes(plain.run_dir)
+    without = (
+        "policy.offload=none",
+        "rollout.servers.mem_fraction=0.6",
+        "rollout.servers.start_timeout_s=15",
+    )
+    refused = NodeRun(IN_TEST, tmp_path / "refused", more=without)
+    refused.folder.mkdir()
+    with pytest.raises(
+        RankError, match=r"waiting for GPU memory|trainer needs"
+    ):  # a server or a rank has its memory first
+        refused.run()
+
+
+COLOCATED = IN_TEST
+APART = "grpo-qwen3-14b-2n8g-tp4-ahead"
+PHASES = (
+    (COLOCATED, "ipc", "/generate", pytest.mark.full),
+    (COLOCATED, "ipc", "/update_weights_from_tensor", pytest.mark.full),
+    (COLOCATED, "ipc", "/release_memory_occupation", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/resume_memory_occupation", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/weights_checker", pytest.mark.campaign),
+    (COLOCATED, "ipc", "/continue_generation", pytest.mark.campaign),
+    (APART, "broadcast", "/generate", pytest.mark.campaign),
+    (APART, "broadcast", "/pause_generation", pytest.mark.campaign),
+    (APART, "broadcast", "/init_weights_update_group", pytest.mark.campaign),
+    (APART, "broadcast", "/begin_weight_update", pytest.mark.campaign),
+    (APART, "broadcast", "/update_weights_from_distributed", pytest.mark.full),
+    (APART, "broadcast", "/end_weight_update", pytest.mark.campaign),
+    (APART, "disk", "/generate", pytest.mark.campaign),
+    (APART, "disk", "/update_weights_from_disk", pytest.mark.full),
+    (APART, "disk", "/weights_checker", pytest.mark.campaign),
+    (APART, "disk", "/continue_generation", pytest.mark.campaign),
+)
+_undisturbed: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "path"), [pytest.param(*phase[:3], marks=phase[3]) for phase in PHASES]
+)
+def test_a_server_killed_in_any_phase_comes_back_and_seven_work_on(
+    tmp_path: Path, name: str, transport: str, path: str
+) -> None:
+    check_kill(tmp_path, name, transport, path, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "path", "tp"),
+    [
+        pytest.param(COLOCATED, "ipc", "/update_weights_from_tensor", 2, marks=pytest.mark.full),
+        pytest.param(COLOCATED, "ipc", "/resume_memory_occupation", 4, marks=pytest.mark.campaign),
+        pytest.param(
+            COLOCATED, "disk", "/release_memory_occupation", 2, marks=pytest.mark.campaign
+        ),
+        pytest.param(
+            APART, "broadcast", "/update_weights_from_distributed", 4, marks=pytest.mark.full
+        ),
+        pytest.param(
+            APART, "broadcast", "/init_weights_update_group", 2, marks=pytest.mark.campaign
+        ),
+        pytest.param(APART, "disk", "/update_weights_from_disk", 2, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_server_with_several_gpus_killed_in_any_phase_comes_back(
+    tmp_path: Path, name: str, transport: str, path: str, tp: int
+) -> None:
+    check_kill(tmp_path, name, transport, path, tp)
+
+
+def check_kill(tmp_path: Path, name: str, transport: str, path: str, tp: int) -> None:
+    """SIGKILL of the last server but two, or the last.
+
+    Its requests restart on the others, so the samples and the weights are those without it.
+    """
+    more = (
+        f"rollout.sync.transport={transport}",
+        f"rollout.servers.count={8 // tp}",
+        f"rollout.servers.tp={tp}",
+    )
+    gpu = 5 if tp == 1 else 8 - tp
+    killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(gpu, path)}), more=more)
+    killed.folder.mkdir()
+    killed.run()
+    servers = killed.hosts[-1]["servers"]
+    firsts = range(0, 8, tp)
+    assert [server["gpus"] for server in servers] == [
+        list(range(first, first + tp)) for first in firsts
+    ]
+    assert sorted(killed.hosts[-1]["starts"]) == sorted([*firsts, gpu])
+    killings = [
+        reason for reason in killed.hosts[-1]["ended"] if reason.endswith(f": killed in {path}")
+    ]
+    assert len(killings) == 1 and str(gpu) in killings[0]
+    assert all(server["answered"] for server in servers)
+    assert {server["held"] for server in servers} == {killed.exported()}
+    assert len({server["version"] for server in servers}) == 1
+    if name == COLOCATED:  # ahead of training, the samples' weights depend on time
+        if name not in _undisturbed:
+            plain = NodeRun(
+                name, tmp_path / "plain", steps=4
+            )  # the samples do not depend on the servers' number
+            plain.folder.mkdir()
+            plain.run()
+            _undisturbed[name] = plain.exported()
+        assert killed.exported() == _undisturbed[name]
+
+
+@pytest.mark.full
+def test_a_critic_counts_on_the_node_and_in_plan(tmp_path: Path) -> None:
+    """8B and its critic:
+
+    2 x 34 GiB of state beside 16 GiB of working memory do not fit 80 GiB, and fit 141.
+    """
+    ppo = ("objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
+    path = RUNS / f"{COLOCATED}.yaml"
+    assert not make_plan(load_config(path, ppo)).fits
+    with pytest.raises(RankError, match=r"waiting for GPU memory|trainer needs"):
+        _in(tmp_path / "h100", (*ppo, "rollout.servers.start_timeout_s=15")).run()
+    larger = (*ppo, "resources.gpu=h200", "policy.offload=all")
+    assert make_plan(load_config(path, larger)).fits
+    check_run(_in(tmp_path / "h200", larger))
+
+
+def _in(folder: Path, more: tuple[str, ...]) -> NodeRun:
+    folder.mkdir()
+    return NodeRun(COLOCATED, folder, more=more)

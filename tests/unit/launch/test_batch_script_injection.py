@@ -1,0 +1,328 @@
+"""No string of a run, a cluster or a sweep is executed: by `submit`, by its dry run, or by the
+scripts that it writes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pacs_megatron.config import load_config
+from pacs_megatron.config.cluster import ClusterConfig, ContainerOptions, load_cluster
+from pacs_megatron.config.messages import all_keys
+from pacs_megatron.errors import ConfigError, PacsError
+from pacs_megatron.launch.batch_script import Request, setup_lines, train_command
+from pacs_megatron.launch.submit import expand, submit
+from tests.support.fuzz import NUM_INPUTS, fuzz
+from tests.support.needs import require_nemo_run
+from tests.unit.config.test_load import BASE
+
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+SGLANG = [
+    "rollout={engine: sglang, sampling: {max_response_tokens: 512}, sync: {transport: disk},"
+    " servers: {python: [python], device: cpu}}"
+]
+COMMANDS = [
+    "$(touch {0})",
+    "'; touch {0}; '",
+    "`touch {0}`",
+    ";touch {0};",
+    "\ntouch {0}\n",
+    '"; touch {0}; "',
+    "|touch {0}",
+    "&&touch {0}&",
+    "a b>{0}",
+    "${{IFS}}$(touch {0})",
+    "\\'$(touch {0})\\",
+    "é $(touch {0}) 名",
+    "'$(touch {0})'",
+    "--help;touch {0}",
+]
+
+
+class Sandbox:
+    """A folder with a run, and stand-ins for Slurm's programs and for the interpreter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.canary = folder / "CANARY"
+        self.config = folder / "run.yaml"
+        self.config.write_text(BASE)
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in ("srun", "scontrol", "sbatch", "squeue", "module", "python", "source"):
+            (self.bin / name).write_text("#!/bin/sh\nexit 0\n")
+            (self.bin / name).chmod(0o755)
+
+    def cluster(self, **changes: object) -> ClusterConfig:
+        path = self.folder / "cluster.yaml"
+        path.write_text(yaml.safe_dump({"name": "x", **changes}, allow_unicode=True))
+        return load_cluster(path)
+
+    def scripts(
+        self, overrides: Sequence[str], cluster: ClusterConfig, sweep: Sequence[str] = ()
+    ) -> list[str]:
+        request = Request(
+            config=self.config, overrides=tuple(overrides), cluster=cluster, convert=True
+        )
+        texts = list(submit(request, dry_run=True))
+        if sweep:
+            texts += submit(replace(request, convert=False, sweep=tuple(sweep)), dry_run=True)
+        return [
+            text.partition("\n")[2] for text in texts if text.partition("\n")[2].startswith("#!")
+        ]
+
+    def execute(self, scripts: Sequence[str]) -> None:
+        for script in scripts:
+            path = self.folder / "script.sh"
+            path.write_text(script)
+            subprocess.run(
+                ["bash", str(path)],
+                capture_output=True,
+                timeout=60,
+                check=False,
+                cwd=self.folder,
+                env={
+                    "PATH": f"{self.bin}:/usr/bin:/bin",
+                    "SLURM_JOB_ID": "1",
+                    "SLURM_JOB_NAME": "x",
+                },
+            )
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    require_nemo_run()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NEMORUN_HOME", raising=False)
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO()
+    )  # its tunnel reads it, which pytest's own rejects
+    return Sandbox(tmp_path)
+
+
+def text_keys() -> list[str]:
+    """All keys of a run whose value contains free text."""
+    return list(
+        dict.fromkeys(key for key, _, field in all_keys() if "str" in str(field.annotation))
+    )
+
+
+def accepted(sandbox: Sandbox, base: Sequence[str], payload: str) -> list[str]:
+    """Overrides that put `payload` at each key that accepts it."""
+    found: list[str] = []
+    value = json.dumps(payload)
+    for key in text_keys():
+        for text in (value, f"[{value}]", f"{{x: {value}}}"):
+            try:
+                load_config(sandbox.config, [*base, *found, f"{key}={text}"])
+            except ConfigError as error:
+                assert len(str(error).splitlines()) == 1
+                continue
+            found.append(f"{key}={text}")
+            break
+    return found
+
+
+def accepted_cluster(sandbox: Sandbox, payload: str) -> ClusterConfig:
+    """A cluster with `payload` at each key that accepts it.
+
+    `setup` is shell by definition and left out.
+    """
+    found: dict[str, object] = {}
+    for name in ClusterConfig.model_fields:
+        for value in (
+            payload,
+            ["python", payload],
+            {"X": payload},
+            {"runtime": "pyxis", "image": payload},
+        ):
+            if name == "setup":
+                continue
+            try:
+                sandbox.cluster(**{**found, name: value})
+            except ConfigError as error:
+                assert len(str(error).splitlines()) == 1
+                continue
+            found[name] = value
+            break
+    return sandbox.cluster(**found)
+
+
+def check(sandbox: Sandbox, payload: str) -> int:
+    """Submit and execute with `payload` in every string; returns the number of strings that accept
+    it.
+    """
+    overrides = accepted(sandbox, [], payload)
+    cluster = accepted_cluster(sandbox, payload)
+    sweep = [f"data.prompt_suffix={json.dumps(payload)},other"]
+    try:
+        sandbox.execute(sandbox.scripts(overrides, cluster, sweep))
+    except PacsError as error:
+        assert len(str(error).splitlines()) == 1
+        # NeMo-Run cannot contain such a run.dir: without it everything else is in the scripts.
+        overrides = [text for text in overrides if not text.startswith("run.dir=")]
+        sandbox.execute(sandbox.scripts(overrides, cluster, sweep))
+    assert not sandbox.canary.exists(), payload
+    return len(overrides)
+
+
+@pytest.mark.parametrize("command", COMMANDS[:2])
+def test_no_command_is_executed(sandbox: Sandbox, command: str) -> None:
+    check(sandbox, command.format(sandbox.canary))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", COMMANDS[2:])
+def test_no_other_command_is_executed(sandbox: Sandbox, command: str) -> None:
+    check(sandbox, command.format(sandbox.canary))
+
+
+def test_the_check_sees_an_execution(sandbox: Sandbox) -> None:
+    """Without quotes the canary appears, and most strings accept a command."""
+    payload = COMMANDS[0].format(sandbox.canary)
+    assert len(accepted(sandbox, SGLANG, payload)) > 8
+    sandbox.execute([f"#!/bin/bash\necho {payload}\n"])
+    assert sandbox.canary.exists()
+
+
+@partial(fuzz, num_inputs=NUM_INPUTS // 20)  # a dry run takes seconds
+@pytest.mark.timeout(1800)
+@given(
+    payload=st.text(
+        alphabet=st.sampled_from(list("$();|&<>\"'`\\\n\t *?[]{}~#!%=-a/é名\u202e")),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_any_text_in_every_string(sandbox: Sandbox, payload: str) -> None:
+    check(sandbox, f"{payload}$(touch {sandbox.canary}){payload}")
+
+
+@pytest.mark.parametrize("base", [[], SGLANG], ids=["embedded", "sglang"])
+def test_shellcheck_on_generated_scripts(sandbox: Sandbox, base: list[str]) -> None:
+    assert SHELLCHECK.exists(), "make install-dev"
+    payload = f"'$(touch {sandbox.canary})\" `x`"
+    cluster = sandbox.cluster(
+        python=["python", payload],
+        env={"A": payload},
+        scratch=f"/{payload}",
+        modules=["cuda/12.9"],
+        account="me",
+    )
+    overrides = [
+        *base,
+        f"data.prompt_suffix={json.dumps(payload)}",
+        f"model.path={json.dumps(payload)}",
+    ]
+    if base:
+        overrides += ["resources.rollout_nodes=1", "rollout.sync.transport=broadcast"]
+        overrides += [
+            "resources.gpus_per_node=8",
+            "resources.gpu=h100",
+            "rollout.servers.device=cuda",
+        ]
+    request = Request(config=sandbox.config, overrides=tuple(overrides), cluster=cluster)
+    (job,) = expand(request)
+    for text in (setup_lines(job, request), train_command(job, request)):
+        path = sandbox.folder / "own.sh"
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        done = subprocess.run(
+            [SHELLCHECK, "--exclude=SC2016", path], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+    for script in sandbox.scripts(overrides, cluster):
+        path.write_text(script)
+        # NeMo-Run's own lines have warnings.
+        done = subprocess.run(
+            [SHELLCHECK, "--severity=error", path], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def dry_run(sandbox: Sandbox, *words: str) -> subprocess.CompletedProcess[str]:
+    for name in ("home", "tmp"):
+        (sandbox.folder / name).mkdir(exist_ok=True)
+    sandbox.cluster()
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "pacs_megatron", "submit", "run.yaml", "--dry-run"),
+            *("--cluster", "cluster.yaml", *words),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=sandbox.folder,
+        env={
+            **os.environ,
+            "HOME": str(sandbox.folder / "home"),
+            "TMPDIR": str(sandbox.folder / "tmp"),
+        },
+    )
+
+
+def test_a_dry_run_writes_to_standard_output_only(sandbox: Sandbox) -> None:
+    dry_run_folders = ("home", "tmp")
+    for name in dry_run_folders:
+        (sandbox.folder / name).mkdir()
+    sandbox.cluster()
+    before = tree(sandbox.folder)
+    done = dry_run(sandbox, "--convert")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH" in done.stdout and "/tmp/pacs-submit" not in done.stdout
+    assert f"{sandbox.folder}/runs/.nemo_run/experiments/demo" in done.stdout
+    assert tree(sandbox.folder) == before
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=runs/q$(touch CANARY)",
+        "run.dir=runs/q;touch CANARY",
+        'run.dir="runs/q\\ntouch CANARY"',
+        "run.dir=a b",
+    ],
+)
+def test_a_folder_that_nemo_run_cannot_contain_is_rejected(sandbox: Sandbox, override: str) -> None:
+    for name in ("home", "tmp"):
+        (sandbox.folder / name).mkdir()
+    sandbox.cluster()
+    before = tree(sandbox.folder)
+    done = dry_run(sandbox, override)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "run.dir" in done.stderr
+    assert tree(sandbox.folder) == before
+
+
+def test_a_folder_name_that_nemo_run_replaces_is_rejected(sandbox: Sandbox) -> None:
+    with pytest.raises(ConfigError, match="NeMo-Run replaces /nemo_run in scripts"):
+        sandbox.scripts(["model.path=/data/nemo_run/model"], sandbox.cluster())
+
+
+def test_container_options_are_covered() -> None:
+    assert set(ContainerOptions.model_fields) == {"runtime", "image", "mounts"}
+
+
+def test_too_many_runs_are_rejected(sandbox: Sandbox) -> None:
+    request = Request(
+        config=sandbox.config, overrides=(), cluster=sandbox.cluster(), seeds=1_000_000
+    )
+    with pytest.raises(ConfigError, match="give 1000000 runs, but one request submits at most 256"):
+        expand(request)

@@ -1,0 +1,285 @@
+"""Each rival of PACS against its formula with autograd in float64, and what the files of the folder
+promise.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from pacs_megatron.contracts import Prepared
+from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
+from pacs_megatron.objectives.shared.base import Objective
+from tests.support.policies.kin_reference import KIN, kin_loss
+from tests.support.policies.objective_reference import (
+    Batch,
+    make_facts,
+    objective_scores,
+    random_batch,
+)
+
+METRICS = set(
+    re.findall(
+        r"`(?:grpo|pacs)/([^`]+)`",
+        (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8"),
+    )
+)
+
+
+def build(case: str, updates: int = 2) -> Objective:
+    options = TypeAdapter(ObjectiveOptions).validate_python(KIN[case])
+    return build_objective(options, updates_per_step=updates)
+
+
+def split(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
+    """Per sample, the trained tokens."""
+    return [
+        values[(batch.sample_of_token == row) & (batch.mask == 1)]
+        for row in range(batch.facts.num_samples)
+    ]
+
+
+def prepared_like_the_engine(
+    objective: Objective, batch: Batch, index: int
+) -> tuple[Batch, Prepared]:
+    facts = batch.facts
+    if objective.kl_in_reward:
+        pairs = zip(split(step_start_of(batch), batch), split(batch.reference, batch), strict=True)
+        facts = replace(
+            facts,
+            kl_to_reference=np.array([objective.sample_kl(a.numpy(), b.numpy()) for a, b in pairs]),
+        )
+    names = objective.statistics(index)
+    if "sampler_ratio" in names:
+        assert batch.sampler is not None
+        ratios = split(step_start_of(batch) - batch.sampler, batch)
+        facts = replace(
+            facts, log_ratio_to_sampler=np.array([float(ratio.mean()) for ratio in ratios])
+        )
+    scores = objective_scores(objective, batch) if "score" in names else None
+    batch = Batch(**{**vars(batch), "facts": facts})
+    return batch, objective.prepare(scores, facts, objective.prepare_step(facts))
+
+
+def step_start_of(batch: Batch) -> torch.Tensor:
+    assert batch.step_start is not None
+    return batch.step_start
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("case", KIN)
+def test_loss_and_gradient_match_autograd(case: str, index: int) -> None:
+    """At the first update the policy is the step's start; later ones have moved so far that clips
+    bind.
+    """
+    for seed in range(2):
+        batch = random_batch(seed, spread=0.2)
+        rng = np.random.default_rng(seed)
+        moved = torch.from_numpy(rng.normal(0, 0.05, len(batch.mask))) * (index > 0)
+        entropy = torch.from_numpy(rng.exponential(1.0, len(batch.mask)))
+        batch = Batch(
+            **{
+                **vars(batch),
+                "step_start": batch.logprobs - moved,
+                "sampler": batch.logprobs + torch.from_numpy(rng.normal(0, 0.4, len(batch.mask))),
+            }
+        )
+        objective = build(case)
+        batch, prepared = prepared_like_the_engine(objective, batch, index)
+
+        logprobs = batch.logprobs.clone().requires_grad_(True)
+        entropies = entropy.clone().requires_grad_(True)
+        total = 0.0
+        for rows in torch.tensor_split(
+            torch.from_numpy(rng.permutation(batch.facts.num_samples)), 5
+        ):
+            at = torch.nonzero(torch.isin(batch.sample_of_token, rows))[:, 0]
+            record = replace(batch.record(at, logprobs), entropy=entropies[at])
+            loss = (objective.token_loss(record, prepared) * record.mask).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+
+        plain_logprobs = logprobs.detach().clone()
+        plain_entropies = entropy.clone()
+        plain_logprobs.requires_grad_(True), plain_entropies.requires_grad_(True)
+        wanted = kin_loss(
+            KIN[case],
+            batch.facts,
+            split(plain_logprobs, batch),
+            split(step_start_of(batch), batch),
+            references=split(batch.reference, batch),
+            samplers=split(batch.sampler, batch)
+            if batch.sampler is not None and "importance" in KIN[case]
+            else None,
+            entropies=split(plain_entropies, batch),
+        )
+        wanted.backward()  # type: ignore[no-untyped-call]
+        assert (total if prepared.loss is None else prepared.loss) == pytest.approx(
+            float(wanted.detach()), rel=1e-9
+        )
+        np.testing.assert_allclose(logprobs.grad, plain_logprobs.grad, rtol=1e-9, atol=1e-15)
+        assert float(logprobs.grad.abs().max()) > 0  # type: ignore[union-attr]
+        if "entropy_coef" in KIN[case]:
+            np.testing.assert_allclose(entropies.grad, plain_entropies.grad, rtol=1e-12)
+        everything = batch.record()
+        metrics = objective.token_metrics(everything, prepared)
+        names = {**metrics, **prepared.metrics}
+        assert all(name.startswith(f"{objective.name}/") for name in names)
+        assert {name.partition("/")[2] for name in names} <= METRICS, "not in docs/metrics.md"
+        if index and f"{objective.name}/clip_frac" in metrics and "clip_high" in KIN[case]:
+            assert (
+                0 < float((metrics[f"{objective.name}/clip_frac"] * everything.mask).sum()) < 1
+            ), "the clip never bound"
+
+
+def test_a_wrong_formula_would_be_found() -> None:
+    """No two cases have the same loss on the same inputs."""
+    batch = random_batch(3, spread=0.2)
+    batch = Batch(
+        **{**vars(batch), "step_start": batch.logprobs - 0.1, "sampler": batch.logprobs + 0.1}
+    )
+    found = {}
+    for case, options in KIN.items():
+        parts = [
+            split(values, batch)
+            for values in (batch.logprobs, step_start_of(batch), batch.reference)
+        ]
+        samplers = (
+            split(batch.sampler, batch)
+            if batch.sampler is not None and "importance" in options
+            else None
+        )
+        found[case] = float(
+            kin_loss(
+                options,
+                batch.facts,
+                *parts[:2],
+                references=parts[2],
+                samplers=samplers,
+                entropies=parts[0],
+            )
+        )
+    assert len({round(value, 9) for value in found.values()}) == len(KIN), found
+
+
+def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
+    assert {options["name"] for options in KIN.values()} | {"pacs", "sft", "ppo"} == set(REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("case", "coupling", "first", "later"),
+    [
+        ("cispo", "token", set(), set()),
+        ("gspo", "sample", set(), {"score"}),
+        ("luspo", "sample", set(), {"score"}),
+        ("rloo", "sample", set(), {"score"}),
+        ("rloo-mask", "sample", {"sampler_ratio"}, {"score", "sampler_ratio"}),
+        ("w_reinforce", "sample", {"sampler_ratio"}, {"sampler_ratio"}),
+        ("psr", "token", set(), set()),
+        ("real", "group", set(), {"score"}),
+        ("real_bce", "sample", set(), {"score"}),
+    ],
+)
+def test_what_the_coefficients_depend_on(
+    case: str, coupling: str, first: set[str], later: set[str]
+) -> None:
+    objective = build(case)
+    assert (objective.coupling, objective.statistics(0), objective.statistics(1)) == (
+        coupling,
+        first,
+        later,
+    )
+
+
+def test_kl_in_the_reward_needs_both_passes_at_every_update() -> None:
+    objective = build("rloo")
+    assert objective.logprob_passes(0) == objective.logprob_passes(1) == {"step_start", "reference"}
+    with pytest.raises(ValueError, match="needs facts"):
+        objective.prepare_step(random_batch(0).facts)
+
+
+def test_advantages_of_reinforce_pp_are_scaled_over_the_whole_rollout_batch() -> None:
+    facts = random_batch(5).facts
+    objective = build("reinforce_pp-baseline")
+    step = objective.prepare_step(facts)
+    rows = np.flatnonzero(facts.groups < 4)
+    minibatch = objective.prepare(None, facts.select(rows), step)
+    assert minibatch.per_sample["advantage"].tolist() == [step[facts.ids[row]] for row in rows]
+    weighted = np.repeat([step[sample_id] for sample_id in facts.ids], facts.response_lens)
+    assert weighted.mean() == pytest.approx(0, abs=1e-12) and weighted.std() == pytest.approx(1)
+
+
+def test_w_reinforce_trains_single_samples_and_leaves_one_class_out() -> None:
+    facts = make_facts([0, 1, 2], [1.0, 0.0, 1.0], lens=[2, 3, 4])
+    for case, advantages in (("psr", [1, 0, 1]), ("nsr", [0, -1, 0])):
+        objective = build(case)
+        prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+        assert prepared.per_sample["advantage"].tolist() == advantages
+        assert prepared.per_sample["token_weight"].tolist() == [1 / (6 if case == "psr" else 3)] * 3
+    assert not REGISTRY["w_reinforce"].options_class.compares_siblings
+
+
+def test_real_leaves_groups_of_one_class_out_and_counts_them() -> None:
+    facts = make_facts([0, 0, 1, 1], [1.0, 0.0, 1.0, 1.0], lens=[1, 1, 2, 2])
+    prepared = build("real").prepare(None, facts, None)
+    slope = 1 / (0.5 * 2 * 2)  # 1 / tau, e^0 / (1 + e^0), and one of two groups
+    assert prepared.per_sample["coefficient"].tolist() == [-slope, slope, 0, 0]
+    assert prepared.zero_gradient is not None and prepared.zero_gradient.tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    huge = torch.tensor([1e5, -1e5, 0, 0], dtype=torch.float64)
+    for scores in (huge, -huge):
+        assert torch.isfinite(
+            build("real").prepare(scores, facts, None).per_sample["coefficient"]
+        ).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "gspo", "clip_high": 0.2}, "less than 0.1"),
+        ({"name": "gspo", "loss_mean": "token"}, "Extra inputs"),
+        ({"name": "cispo", "clip_low": 0.2}, "Extra inputs"),
+        ({"name": "sft", "entropy_coef": 0.1}, "Extra inputs"),
+        ({"name": "real", "kl_coef": 0.1}, "Extra inputs"),
+        ({"name": "dr_grpo"}, "Field required"),
+        ({"name": "dapo", "overlong_buffer": 5}, "go together"),
+        (
+            {"name": "dapo", "overlong_buffer": 5, "overlong_length": 5},
+            "is not below overlong_length=5",
+        ),
+        (
+            {"name": "w_reinforce", "classes": "positive", "positive_weight": 0.2},
+            "does not go with classes=positive",
+        ),
+        (
+            {"name": "w_reinforce", "kl_coef": 0.1, "kl_in": "reward"},
+            "objective.kl_in=reward does not go with objective.name=w_reinforce",
+        ),
+        (
+            {"name": "grpo", "kl_estimator": "k2"},
+            "objective.kl_estimator=k2 does not go with kl_coef=0",
+        ),
+        ({"name": "grpo", "kl_in": "loss"}, "objective.kl_in=loss does not go with kl_coef=0"),
+        ({"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k1"}, "has a gradient of mean 0"),
+        (
+            {"name": "grpo", "importance_level": "sequence"},
+            "importance_level=sequence does not go with importance=none",
+        ),
+        (
+            {"name": "grpo", "importance": "mask", "importance_level": None},
+            "importance_level=None does not go with importance=mask: it is required there",
+        ),
+    ],
+)
+def test_rejected(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TypeAdapter(ObjectiveOptions).validate_python(options)

@@ -1,0 +1,97 @@
+"""Every shipped sample, through tokenizer, template and real reward workers."""
+
+import pytest
+
+from pacs_megatron.config.reward_options import (
+    ArithmeticReward,
+    CodeReward,
+    CustomReward,
+    FormatReward,
+    MathReward,
+)
+from pacs_megatron.config.schema import DataOptions, DatasetOptions
+from pacs_megatron.data import load_prompts
+from pacs_megatron.workbench.evaluation.preview import check_gold, render
+from tests.support.problem_files import PRESET_OF_FILE, SAMPLES, problem_folder
+from tests.support.tiny_models import save_tokenizer
+
+MATH = MathReward(name="math", workers=2)
+CODE = CodeReward(name="code", workers=2, sandbox="none")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def report_of(path, preset, reward, tokenizer):
+    dataset = DatasetOptions(path=str(path), preset=preset)
+    found = load_prompts(dataset, DataOptions(train=dataset, max_prompt_tokens=100_000), tokenizer)
+    return found, check_gold(found.prompts, reward)
+
+
+@pytest.mark.parametrize("file", sorted(SAMPLES.glob("*.json*")), ids=lambda file: file.name)
+def test_shipped_samples_verify_against_themselves(file, tokenizer):
+    found, unverified = report_of(
+        file, file.stem, CODE if file.stem in ("apps", "livecodebench") else MATH, tokenizer
+    )
+    assert len(found.prompts) == found.num_rows > 0
+    assert unverified == []
+
+
+def test_unverifiable_gold_is_reported(tmp_path, tokenizer):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem": "p", "answer": "5"}\n{"problem": "q", "answer": "x+1"}\n')
+    found, [bad] = report_of(file, "deepscaler", ArithmeticReward(name="arithmetic"), tokenizer)
+    assert len(found.prompts) == 2
+    assert bad.prompt_id == "deepscaler/1"
+    assert "is not an integer" in bad.reason
+
+
+def test_format_reward_judges_the_gold_response_as_written(tokenizer):
+    reward = FormatReward(name="format", pattern=r"The answer is \\boxed\{\d+\}\.")
+    _, unverified = report_of(SAMPLES / "amc23.json", "amc23", reward, tokenizer)
+    assert [bad.answer for bad in unverified] == ["-4", "2.5"]
+
+
+def test_counts_lengths_and_reasons(tmp_path, tokenizer):
+    file = tmp_path / "verifier.py"
+    file.write_text(
+        "def judge(prompt, response):\n"
+        "    assert response == f'The answer is \\\\boxed{{{prompt.answer}}}.'\n"
+        "    if prompt.answer == '-4':\n        raise ValueError('broke')\n"
+        "    return float(prompt.answer == '18')\n"
+    )
+    found, unverified = report_of(
+        SAMPLES / "gsm8k.jsonl",
+        "gsm8k",
+        CustomReward(name="custom", function=f"{file}:judge"),
+        tokenizer,
+    )
+    assert [(bad.prompt_id, bad.answer, bad.reason, bad.failed) for bad in unverified] == [
+        ("gsm8k/1", "1500", "reward 0.0", False),
+        ("gsm8k/2", "-4", f"reward.function={file}:judge raised ValueError: broke", True),
+    ]
+    low, middle, high = sorted(len(prompt.token_ids) for prompt in found.prompts)
+    text = render(found, "gsm8k.jsonl", unverified, rows=1)
+    assert "(gsm8k.jsonl): 3 rows, 3 kept, 0 too long" in text
+    assert (
+        f"min {low}, mean {(low + middle + high) / 3:.1f}, median {middle}, 95 % " in text
+        and f"max {high}" in text
+    )
+    assert "verify against themselves: 1 of 3" in text and text.count("  --- gsm8k/") == 1
+    assert "verify" not in render(found, "gsm8k.jsonl", None, rows=1)
+
+
+FOLDER = problem_folder()
+
+
+@pytest.mark.skipif(FOLDER is None, reason="no folder of real problems: set PACS_PROBLEMS")
+@pytest.mark.parametrize("name", PRESET_OF_FILE)
+def test_real_problems_verify_against_themselves(name, tokenizer):
+    file = FOLDER / name
+    if not file.is_file():
+        pytest.skip(f"{FOLDER} has no {name}")
+    found, unverified = report_of(file, PRESET_OF_FILE[name], MATH, tokenizer)
+    assert len(found.prompts) == found.num_rows > 0
+    assert unverified == []

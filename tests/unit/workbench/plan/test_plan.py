@@ -1,0 +1,520 @@
+"""`plan` against independent counts, and every shipped configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.contracts import Layout
+from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.models import load_spec
+from pacs_megatron.objectives.grpo import GrpoOptions
+from pacs_megatron.objectives.pacs import PacsOptions
+from pacs_megatron.runtime.files import GIB
+from pacs_megatron.workbench.plan import command, constants, memory, timing
+from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS, find_spec
+from pacs_megatron.workbench.plan.memory import num_parameters
+from pacs_megatron.workbench.plan.plan import make_plan, plan_of, search_layouts
+
+ROOT = Path(__file__).parents[4]
+RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
+CLUSTER_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
+BIG = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+
+
+def run_plan(path: Path, overrides: list[str], **options: bool) -> tuple[str, bool]:
+    """(text, whether the run fits)"""
+    text, code = command.run_plan(path, overrides, **options)
+    return text, code == ExitCode.OK
+
+
+def test_published_parameter_counts() -> None:
+    # As printed on the models' pages or counted from their index files, independently of our table.
+    published = {
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-14B": 14_768_307_200,
+        "Qwen/Qwen3-32B": 32_762_123_264,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+    }
+    for name, count in published.items():
+        spec = find_spec(name)
+        assert spec is not None
+        assert num_parameters(spec) == count
+    assert set(published) <= set(KNOWN_MODELS)
+
+
+def test_the_quickstart_can_be_planned_before_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.quickstart.model import build_config, build_tokenizer
+
+    monkeypatch.chdir(tmp_path)  # nothing is made here
+    build_config(build_tokenizer()).save_pretrained(tmp_path / "made")
+    for path in sorted(set(RUNS) - set(CLUSTER_RUNS)):
+        assert find_spec(load_config(path).config.model.path) == load_spec(tmp_path / "made")
+        text, fits = run_plan(path, [])
+        assert fits
+        assert "exact" in text
+
+
+def test_known_names() -> None:
+    assert find_spec("models/Qwen/Qwen3-14B") == find_spec("Qwen/Qwen3-14B") is not None
+    assert find_spec("someone/else") is None
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_shipped_configs_plan_and_fit(path: Path) -> None:
+    loaded = load_config(path)
+    plan = make_plan(loaded)
+    assert plan.fits
+    assert (
+        plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * GIB
+    )  # else the layout wastes GPUs
+    resources = loaded.config.resources
+    parallel = loaded.config.parallel
+    objective, rest = path.stem.split("-", 1)
+    assert loaded.config.objective.name == objective
+    assert loaded.config.run.name == path.stem
+    assert loaded.config.model.path.split("/")[-1].lower() in rest
+    assert f"{resources.nodes + resources.rollout_nodes}n{resources.gpus_per_node}g" in rest
+    assert f"ep{parallel.ep}" in rest if parallel.ep > 1 else f"tp{parallel.tp}" in rest
+    assert path.stem.endswith("-fp8") == (loaded.config.precision.fp8 is not None)
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_shipped_configs_recompute_only_where_memory_is_short(path: Path) -> None:
+    """Recomputation costs a third of the update's time; `plan` estimates memory within some
+    percent, hence 93 %.
+    """
+    config = load_config(path).config
+    plan = make_plan(load_config(path, ["parallel.recompute.granularity=none"]))
+    share = max(stage.total for stage in plan.stages) / (constants.GPUS["h100"].memory_gib * GIB)
+    assert config.parallel.recompute.granularity == ("none" if share <= 0.93 else "full"), (
+        f"{share:.2f} without recompute"
+    )
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_the_h200_include_fits_every_shipped_config(path: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both.yaml"
+    both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200.yaml'}]\n")
+    plan = make_plan(load_config(both))
+    assert plan.gpu is not None and plan.gpu.name == "h200"
+    assert plan.fits
+    assert plan.config.parallel.recompute.granularity == "none"
+    assert plan.step_s < make_plan(load_config(path)).step_s
+
+
+WITH_WHOLE_GROUPS = ["pacs-qwen3-30b-a3b-4n8g-ep8", "pacs-qwen3-32b-4n8g-tp8-fp8"]
+"""shipped runs whose token budget holds most groups; the others lack the memory on an H100"""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CLUSTER_RUNS if path.stem.startswith("pacs")], ids=lambda p: p.stem
+)
+def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_path: Path) -> None:
+    """With the recomputation that a run needs anyway, and at most 93 % of the memory."""
+    plan = make_plan(load_config(path))
+    most = 0.93 * constants.GPUS["h100"].memory_gib * GIB
+    holds = timing.keeps_groups_together(plan.config, plan.lengths)
+    assert holds == (path.stem in WITH_WHOLE_GROUPS) and plan.stages[0].total <= max(
+        most, make_plan(load_config(path, ["batch.tokens_per_microbatch=9216"])).stages[0].total
+    )
+    text, fits = run_plan(path, [])
+    assert fits and ("most of them whole" in text or "all of them whole" in text) == holds
+    if not any(word in path.stem for word in ("4b", "30b")):
+        both = tmp_path / "both.yaml"
+        both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200-groups.yaml'}]\n")
+        plan = make_plan(load_config(both))
+        assert plan.fits and timing.keeps_groups_together(plan.config, plan.lengths)
+
+
+def test_the_search_finds_a_token_budget_for_whole_groups() -> None:
+    """It is the largest that fits: 1,024 tokens more do not, or it holds the longest group."""
+    plan = make_plan(load_config(BIG, ["resources.gpu=h200"]))
+    found = search_layouts(plan)
+    assert (
+        found[0].fits
+        and found[0].config.batch.tokens_per_microbatch
+        >= timing.group_tokens(plan.config, plan.lengths)[0]
+    )
+    for each in found:
+        budget = each.config.batch.tokens_per_microbatch
+        if budget > plan.config.batch.tokens_per_microbatch:
+            batch = each.config.batch.model_copy(update={"tokens_per_microbatch": budget + 1024})
+            more = plan_of(each.config.model_copy(update={"batch": batch}), plan.spec)
+            assert each.fits and (not more.fits or budget == 8 * 9216)
+    grpo = make_plan(
+        load_config(
+            BIG.with_name(BIG.name.replace("pacs", "grpo").replace("-fp8", "")),
+            ["resources.gpu=h200"],
+        )
+    )
+    assert {each.config.batch.tokens_per_microbatch for each in search_layouts(grpo)} == {9216}
+
+
+def compared(path: Path) -> list[dict[str, str]]:
+    """Rows of `plan --compare`, by title; all of them are of other GPUs, recomputation or
+    off-loading.
+    """
+    text, _ = run_plan(path, [], compare=True)
+    lines = [
+        line.replace(" GiB", "").replace(" s:", "").split()
+        for line in text.splitlines()[2:]
+        if line[:2] == "  "
+    ]
+    return [dict(zip(lines[0], row, strict=True)) for row in lines[1:]]
+
+
+QUICK = ("pacs-qwen3-8b-1n8g-tp2", "pacs-qwen3-14b-2n8g-tp4")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else (pytest.mark.full,))
+        for path in CLUSTER_RUNS
+    ],
+)
+def test_compare_prints_h100_and_h200_side_by_side(path: Path) -> None:
+    """For each shipped file: its own row is what `plan` prints for it."""
+    rows = compared(path)
+    is_colocated = load_config(path).config.rollout.on_trainer_gpus
+    offloads = ("none", "all") if is_colocated else ("none",)
+    wanted = product(("h100", "h200"), ("none", "full"), offloads)
+    assert [(row["gpu"], row["recompute"], row["offload"]) for row in rows] == list(wanted)
+    plan = make_plan(load_config(path))
+    config = plan.config
+    own = (config.resources.gpu, config.parallel.recompute.granularity, config.policy.offload)
+    [mine] = [row for row in rows if (row["gpu"], row["recompute"], row["offload"]) == own]
+    assert plan.rollout is not None
+    assert mine["train"] == f"{max(stage.total for stage in plan.stages) / GIB:.1f}"
+    assert mine["servers"] == f"{plan.rollout.total / GIB:.1f}"
+    assert mine["step"] == f"{plan.step_s:.1f}" and mine["fits"] == ("yes" if plan.fits else "no")
+    assert float(mine["sync"]) == pytest.approx(
+        next(phase.seconds for phase in plan.phases if "sync" in phase.name), abs=0.06
+    )
+    by = {(row["gpu"], row["recompute"], row["offload"]): row for row in rows}
+    for gpu in ("h100", "h200"):
+        assert float(by[gpu, "none", "none"]["step"]) < float(by[gpu, "full", "none"]["step"])
+        assert float(by[gpu, "none", "none"]["train"]) > float(by[gpu, "full", "none"]["train"])
+        if is_colocated:  # off-loading makes memory for the servers
+            assert float(by[gpu, "none", "all"]["servers"]) < float(
+                by[gpu, "none", "none"]["servers"]
+            )
+    assert float(by["h200", "none", "none"]["servers"]) > float(
+        by["h100", "none", "none"]["servers"]
+    )
+
+
+def test_every_model_has_both_objectives_and_precisions() -> None:
+    names = {path.stem for path in CLUSTER_RUNS}
+    for model in ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen2.5-7b"):
+        mine = {name for name in names if f"-{model}-" in name}
+        assert {name.split("-")[0] for name in mine} == {"pacs", "grpo"}
+        assert {name.endswith("-fp8") for name in mine} == {True, False}
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = "import sys; from pacs_megatron.cli import main; c = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(c)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(BIG)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "FITS: at most" in done.stdout
+
+
+def test_a_plan_that_does_not_fit_names_what_to_change() -> None:
+    text, fits = run_plan(
+        BIG,
+        [
+            "parallel.tp=1",
+            "parallel.sequence_parallel=false",
+            "parallel.distributed_optimizer=false",
+        ],
+    )
+    assert not fits
+    assert "DOES NOT FIT" in text
+    assert "change parallel.distributed_optimizer=true" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "advice"),
+    [
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["parallel.recompute.granularity=none", "batch.tokens_per_microbatch=60000"],
+            "parallel.recompute.granularity=full",
+        ),
+        (
+            "pacs-qwen3-4b-1n8g-tp1",
+            ["rollout.servers.mem_fraction=0.9"],
+            "rollout.servers.mem_fraction (lower)",
+        ),
+        (
+            "pacs-qwen3-32b-4n8g-tp8",
+            ["rollout.servers.tp=1", "rollout.servers.mem_fraction=0.5"],
+            "rollout.servers.mem_fraction (at least 0.80) or rollout.servers.tp (higher): beside "
+            "the weights, 0 of",
+        ),
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["rollout.servers.max_total_tokens=100"],
+            "rollout.servers.max_total_tokens (now 100; at least 9216)",
+        ),
+        (
+            "pacs-qwen3-14b-2n8g-tp4",
+            ["parallel.sequence_parallel=false", "batch.tokens_per_microbatch=200000"],
+            "parallel.sequence_parallel=true",
+        ),
+    ],
+)
+def test_advice_fits_what_is_too_large(config: str, overrides: list[str], advice: str) -> None:
+    text, fits = run_plan(ROOT / "configs" / "runs" / f"{config}.yaml", overrides)
+    assert not fits
+    assert f"change {advice}" in text
+
+
+def test_search_without_a_layout_that_fits() -> None:
+    huge = ["batch.tokens_per_microbatch=4000000"]
+    text, fits = run_plan(BIG, huge, search=True)
+    assert not fits and "no layout fits: raise resources.nodes" in text
+
+
+def test_the_pipeline_bubble_uses_the_given_lengths() -> None:
+    loaded = load_config(BIG, ["parallel.pp=2", "parallel.tp=4"])
+    plan = make_plan(loaded)
+    for response in (500, 8000):
+        lengths = replace(plan.lengths, response=response)
+        tokens = 1024 * 8 / 4 * lengths.total  # of one update, on one replica
+        assert timing.bubble(loaded.config, plan.layout, lengths) == pytest.approx(
+            1 / round(tokens / 9216)
+        )
+
+
+def test_a_colocated_server_leaves_something_behind() -> None:
+    loaded = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml")
+    items = {item.name: item.num_bytes for item in make_plan(loaded).stages[0].items}
+    assert items["SGLang server that released its memory"] == constants.SGLANG_RELEASED_BYTES.value
+    assert not [
+        item for item in make_plan(load_config(BIG)).stages[0].items if "released" in item.name
+    ]
+
+
+def test_the_critic_counts_in_a_save() -> None:
+    """Qwen3-8B at tp=2 and dp=4, as below: a second model of the same size without its output
+    matrix, and no reference.
+    """
+    path = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+    ppo = ["objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null"]
+    alone, both = (
+        make_plan(load_config(path, options)).host_bytes_per_rank for options in ([], ppo)
+    )
+    assert both - alone == pytest.approx(14 / 4 * (4.0956e9 - 151936 * 4096 / 2), rel=2e-3)
+
+
+def test_offloaded_state_by_hand() -> None:
+    """Qwen3-8B at tp=2 and dp=4:
+
+    4,095,552,512 parameters a rank (8,190,735,360 in all, norms on both ranks), padded.
+    """
+    path = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+    plans = {
+        kind: make_plan(load_config(path, [f"policy.offload={kind}"]))
+        for kind in ("none", "optimizer", "all")
+    }
+    number = 4.0956e9
+    resident = {"none": (2 + 4 + 12 / 4) * number, "optimizer": 2 * number, "all": 0.0}
+    moved = {"none": 0.0, "optimizer": 12 / 4 * number, "all": (2 + 12 / 4) * number}
+    for kind, plan in plans.items():
+        assert plan.rollout is not None
+        assert sum(
+            item.num_bytes for item in plan.rollout.items if item.name.startswith("trainer's")
+        ) == pytest.approx(resident[kind], rel=1e-3)
+        saved = (
+            (12 + 2) / 4 * number
+        )  # fp32 weights, two moments, bf16 weights: this rank's quarter
+        assert plan.host_bytes_per_rank == pytest.approx(moved[kind] + saved, rel=1e-3)
+        seconds = [phase.seconds for phase in plan.phases if phase.name == "off-load"]
+        assert seconds == ([pytest.approx(2 * moved[kind] / 40e9, rel=1e-3)] if moved[kind] else [])
+        assert plan.stages[0].total == plans["none"].stages[0].total
+    larger = ["rollout.servers.mem_fraction=0.65"]
+    assert not make_plan(load_config(path, larger)).fits
+    assert make_plan(load_config(path, [*larger, "policy.offload=optimizer"])).fits
+
+
+def test_host_memory_of_the_samples() -> None:
+    config = load_config(BIG).config
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    limits = config.data.max_prompt_tokens
+    response = config.rollout.sampling.max_response_tokens  # type: ignore[union-attr]
+    one = samples * (4 * (limits + response) + 4 * response)
+    assert memory.host_step_bytes(config) == one
+    ahead = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})}
+    )
+    assert memory.host_step_bytes(ahead) == 3 * one
+
+
+@pytest.mark.full
+def test_search_over_experts() -> None:
+    plans = search_layouts(
+        make_plan(load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml"))
+    )
+    assert {plan.layout.ep for plan in plans} >= {1, 2, 4, 8}
+
+
+def test_activations_of_experts() -> None:
+    """By hand for Qwen3-30B-A3B in bf16: hidden 2048, 32 query and 4 KV heads of 128, 8 of 128
+    experts of 768.
+    """
+    spec = find_spec("Qwen/Qwen3-30B-A3B")
+    assert spec is not None
+    base = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml").config
+
+    def bytes_of(**parallel: Any) -> float:
+        config = base.model_copy(update={"parallel": base.parallel.model_copy(update=parallel)})
+        return memory.layer_activation_bytes(config, spec)
+
+    attention = (4096 + 512) + 2 * 4096 + 2 * 512
+    experts = 8 * (2048 + 3 * 768)
+    one = 2 * (4 * 2048 + attention + experts) + 4 * 32 + 8 * 128
+    assert bytes_of(tp=1, ep=1) == pytest.approx(one)
+    imbalance = constants.EXPERT_IMBALANCE.value
+    assert bytes_of(tp=1, ep=8) == pytest.approx(one + 2 * experts * (imbalance - 1))
+    # Whole experts and a divided sequence: everything is divided by tp.
+    assert bytes_of(tp=2, ep=8, sequence_parallel=True) == pytest.approx(bytes_of(tp=1, ep=8) / 2)
+    # Cut experts: all ranks of the group hold every token's copy, and a part of each expert.
+    cut = 2 * (4 * 2048 / 2 + attention / 2 + 8 * (2048 + 3 * 768 / 2)) + 4 * 32 / 2 + 8 * 128 / 2
+    assert bytes_of(tp=2, ep=1, sequence_parallel=True) == pytest.approx(cut)
+
+
+def test_search_finds_a_layout_that_fits() -> None:
+    loaded = load_config(BIG, ["parallel.tp=1", "parallel.sequence_parallel=false"])
+    plans = search_layouts(make_plan(loaded))
+    assert plans[0].fits
+    fitting = [plan.step_s for plan in plans if plan.fits]
+    assert fitting == sorted(fitting)
+    assert all(plan.layout.world_size == 8 for plan in plans)
+    layouts = {(plan.layout.tp, plan.layout.pp) for plan in plans}
+    assert {(1, 1), (8, 1), (2, 4)} <= layouts
+    assert (3, 1) not in layouts
+
+
+def test_search_needs_gpus(tmp_path: Path, tiny_qwen3: Path) -> None:
+    from tests.unit.config.test_load import BASE
+
+    (tmp_path / "run.yaml").write_text(BASE)
+    loaded = load_config(tmp_path / "run.yaml", [f"model.path={tiny_qwen3}"])
+    with pytest.raises(ConfigError, match=r"set resources\.gpus_per_node"):
+        search_layouts(make_plan(loaded))
+
+
+def test_steps_ahead_take_as_long_as_the_slower_side() -> None:
+    config = ROOT / "configs" / "runs" / "grpo-qwen3-14b-2n8g-tp4.yaml"
+    turns = make_plan(load_config(config))
+    ahead = make_plan(load_config(config, ("rollout.max_staleness=1",)))
+    seconds = {phase.name.split(" (")[0]: phase.seconds for phase in turns.phases}
+    rollout = seconds["rollout"]
+    sync = seconds["weight sync"]
+    assert turns.step_s == pytest.approx(sum(seconds.values()))
+    assert ahead.step_s == pytest.approx(max(rollout + sync, turns.step_s - rollout))
+    assert ahead.step_s < turns.step_s
+
+
+def test_every_constant_has_a_source() -> None:
+    assert constants.DISK_GB_S in constants.MEASURABLE
+    for constant in constants.MEASURABLE:
+        measured = constant.source.startswith("docs/measurements/")
+        assert (
+            constant.source.startswith("assumed")
+            or (ROOT / constant.source.split("#")[0]).is_file() == measured
+        )
+
+
+def test_flops_are_what_torch_counts(tiny_qwen3: Path) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    spec = load_spec(tiny_qwen3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, attn_implementation="eager")
+    batch = 3
+    length = 48
+    ids = torch.randint(0, 250, (batch, length))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids)
+    tokens = batch * length
+    ours = timing.forward_flops(spec, tokens, length, tokens)
+    # Eager attention computes the masked half too, and transformers makes all the rotary angles by
+    # a matrix product.
+    masked_half = 2 * length * spec.num_heads * spec.head_dim * spec.num_layers * tokens
+    assert counter.get_total_flops() == pytest.approx(ours + masked_half, rel=0.01)
+
+
+@pytest.mark.parametrize("groups", ["together", "apart"])
+@pytest.mark.parametrize("updates", [1, 4])
+def test_forward_passes_are_the_objectives_own(updates: int, groups: str) -> None:
+    from pacs_megatron.objectives.registry import build_objective
+
+    options: list[PacsOptions | GrpoOptions] = [
+        PacsOptions(name="pacs"),
+        PacsOptions(name="pacs", reference="frozen"),
+        PacsOptions(name="pacs", reward_proxy="mean_log_prob"),
+        PacsOptions(name="pacs", importance_cap=2.0),
+        PacsOptions(name="pacs", reference="frozen", importance_cap=2.0),
+        GrpoOptions(name="grpo"),
+        GrpoOptions(name="grpo", kl_coef=0.1),
+    ]
+    base = load_config(BIG).config
+    for objective in options:
+        config = base.model_copy(
+            update={
+                "objective": objective,
+                "batch": base.batch.model_copy(update={"updates_per_step": updates}),
+            }
+        )
+        real = build_objective(objective, updates_per_step=updates)
+        passes = sum(len(real.logprob_passes(index)) for index in range(updates))
+        if groups == "apart":
+            passes += sum(bool(real.statistics(index)) for index in range(updates))
+        assert timing.num_forward_passes(config, groups_together=groups == "together") == passes
+        assert memory.needs_reference_snapshot(config) == ("reference" in real.logprob_passes(0))
+
+
+def test_layers_are_dealt_as_megatron_does() -> None:
+    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2), 1) == [4, 5, 6, 7]
+    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2, vpp=2), 0) == [0, 1, 4, 5]
+    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 0) == 4
+    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 3) == 1
+
+
+def test_parallel_axes_divide_what_they_should() -> None:
+    spec = find_spec("Qwen/Qwen3-30B-A3B")
+    assert spec is not None
+    for tp, pp, ep in product((1, 2, 4), (1, 2, 4), (1, 8)):
+        layout = Layout(world_size=32, tp=tp, pp=pp, ep=ep)
+        parts: list[Any] = [memory.rank_parameters(spec, layout, stage) for stage in range(pp)]
+        experts = sum(sum(part.experts) for part in parts) * layout.expert_tp * ep
+        assert experts == 48 * 128 * 3 * 2048 * 768
+    config = load_config(BIG).config
+    spec14 = find_spec("Qwen/Qwen3-14B")
+    assert spec14 is not None
+    one = plan_of(
+        config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 1})}), spec14
+    )
+    four = plan_of(config, spec14)
+    assert one.stages[0].items[0].num_bytes > 3.9 * four.stages[0].items[0].num_bytes

@@ -1,0 +1,64 @@
+"""`doctor` on hosts that this one is not: limits, drivers, foreign packages, programs that hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pacs_megatron.workbench.preflight import doctor
+
+
+def test_a_driver_without_a_gpu_that_torch_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    version = tmp_path / "version"
+    monkeypatch.setattr(doctor, "DRIVER_FILE", version)
+    assert doctor.cuda().level == "none"
+    version.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC "
+        "version: x\n"
+    )
+    found = doctor.cuda()
+    assert found.level == "fail" and "driver 580.95.05" in found.message
+
+
+def test_pypis_apex_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda _name: None)
+    monkeypatch.setattr(doctor, "installed", lambda name: "0.9.10" if name == "apex" else None)
+    found = doctor.apex()
+    assert found.level == "fail" and "pip uninstall apex" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("2.8.0", "fail"), ("2.11.0", "ok"), ("2.12.0", "fail")]
+)
+def test_transformer_engine_that_megatron_takes(
+    version: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda _name: version)
+    monkeypatch.setattr(doctor, "find_spec", lambda _name: object())
+    assert doctor.transformer_engine().level == level
+
+
+def test_a_controller_that_does_not_respond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text('#!/bin/sh\n[ "$1" = --version ] && echo slurm 22.05 || exec sleep 60\n')
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
+    found = doctor._slurm()
+    assert found.level == "none" and "no controller responds" in found.fix
+
+
+def test_the_report_lists_what_this_machine_can_do() -> None:
+    text = doctor.report()
+    assert "train on CPU (gloo): yes" in text
+    assert all(
+        line.startswith(("ok", "none", "fail")) for line in text.split("\n\n")[0].splitlines()
+    )

@@ -1,0 +1,408 @@
+"""Results of `preflight` on good and unusual hosts, for servers that start, and for several ranks
+that compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from pacs_megatron.config import load_config
+from pacs_megatron.workbench.plan.plan import make_plan
+from pacs_megatron.workbench.preflight import doctor, quota
+from pacs_megatron.workbench.preflight import host as preflight_host
+from pacs_megatron.workbench.preflight import run as preflight
+from pacs_megatron.workbench.preflight.check import Check
+from pacs_megatron.workbench.preflight.ranks import run_everywhere, run_rank_checks
+from pacs_megatron.workbench.preflight.run import planned_ending_s, run_preflight
+from pacs_megatron.workbench.preflight.servers import EXPECTED, NCCL_CODE, check_nccl
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_run import write_tiny_run
+
+ROOT = Path(__file__).parents[4]
+SERVER = """\
+#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+if sys.argv[1] == "-c":
+    print("{version}")
+    sys.exit()
+PORT = int(sys.argv[sys.argv.index("--port") + 1])
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.answer({{"weight_version": "default"}})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({answer})
+
+    def log_message(self, *args):
+        pass
+
+
+HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+ANSWER = '{"text": "a", "meta_info": {"id": "1"}}'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "NCCL_", "GLOO_", "MASTER_")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+        ):
+            monkeypatch.delenv(name)
+
+
+def find(checks: list[Check], key: str) -> Check:
+    (found,) = [check for check in checks if check.key == key]
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------
+# servers
+def with_server(
+    folder: Path, model: Path, *, version: str = "0.5.23", answer: str = ANSWER
+) -> tuple[Path, list[str]]:
+    """(configuration, overrides) of a run whose server is a small stand-in."""
+    python = folder / "python"
+    python.write_text(SERVER.format(python=sys.executable, version=version, answer=answer))
+    python.chmod(0o755)
+    overrides = [
+        "rollout=null",
+        "rollout.engine=sglang",
+        "rollout.sampling.max_response_tokens=8",
+        "rollout.sync.transport=disk",
+        "rollout.servers.device=cpu",
+        f"rollout.servers.python=[{python}]",
+    ]
+    return write_tiny_run(folder, model), overrides
+
+
+def test_a_server_is_started_used_and_ended(tmp_path: Path, model: Path) -> None:
+    config, overrides = with_server(tmp_path, model)
+    checks = run_preflight(config, overrides)
+    assert not [str(check) for check in checks if check.level == "fail"]
+    found = find(checks, "rollout.servers")
+    assert (
+        found.level == "ok"
+        and "started in" in found.message
+        and "weight version default" in found.message
+    )
+    assert not [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(p.info["cmdline"] or [])
+    ]
+
+
+def test_skipped_servers_are_reported(tmp_path: Path, model: Path) -> None:
+    config, overrides = with_server(tmp_path, model)
+    found = find(run_preflight(config, overrides, start_servers=False), "rollout.servers")
+    assert found.level == "warn" and "--skip-servers" in found.message
+
+
+def test_another_version_and_a_server_that_is_none(tmp_path: Path, model: Path) -> None:
+    config, overrides = with_server(
+        tmp_path, model, version="0.4.1", answer='{"detail": "not found"}'
+    )
+    checks = run_preflight(config, overrides)
+    assert find(checks, "rollout.servers.python").level == "warn"
+    assert find(checks, "rollout.servers").level == "fail"
+    assert "is it SGLang?" in find(checks, "rollout.servers").message
+
+
+@pytest.mark.parametrize(("device", "file"), [("cpu", "sglang.lock"), ("cuda", "sglang-gpu.txt")])
+def test_locks_documents_and_preflight_name_one_sglang_for_each_device(
+    device: str, file: str
+) -> None:
+    """With GPUs the one that requires the torch of base.lock, and so its NCCL."""
+    root = Path(__file__).parents[4]
+    text = (root / "requirements" / file).read_text()
+    assert f"\nsglang=={EXPECTED[device]}\n" in text
+    documents = (root / "docs" / "compatibility.md").read_text()
+    (torch,) = re.findall(
+        r"^torch==(\S+)$", (root / "requirements" / "base.lock").read_text(), re.MULTILINE
+    )
+    if device == "cpu":
+        assert f"\ntorch=={torch}\n" in text and f"| {EXPECTED[device]} |" in documents
+    else:
+        assert (
+            f"torch {torch}" in text
+            and f"| SGLang {EXPECTED[device]} | torch {torch}," in documents
+        )
+        assert f"requirements/{file}" in (root / "docs" / "operations.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# ranks
+def test_ranks_agree_and_measure(tmp_path: Path, model: Path) -> None:
+    config = write_tiny_run(tmp_path, model)
+    found = run_ranks(lambda _rank, _world: run_everywhere(config, []), 2, init_process_group=False)
+    assert found[1] == []
+    assert not [str(check) for check in found[0] if check.level == "fail"]
+    levels = {check.key: check.level for check in found[0]}
+    for key in ("versions", "GPUs", "model.path", "run.dir", "clocks", "network"):
+        assert levels[key] == "ok"
+    assert not list(tmp_path.glob(".pacs-try-*"))
+
+
+@pytest.mark.full
+def test_ranks_on_hosts_that_differ(tmp_path: Path, model: Path) -> None:
+    """Each rank in a folder of its own stands for a node that shares nothing with the other."""
+
+    def on_rank(rank: int, _world: int) -> list[str]:
+        host = tmp_path / f"host{rank}"
+        host.mkdir()
+        mine = make_tiny_qwen3(host / "model")
+        if rank:
+            (mine / "chat_template.jinja").write_text("{{ messages }}")
+        os.chdir(host)
+        config = write_tiny_run(host, mine)
+        config.write_text(config.read_text().replace(str(host), "."))
+        return [str(check) for check in run_rank_checks(config, []) if check.level == "fail"]
+
+    found = run_ranks(on_rank, 2, init_process_group=False)
+    assert [line.split(":")[0] for line in found[0]] == ["fail  model.path", "fail  run.dir"]
+    assert "differs on ranks [1]" in found[0][0] and "ranks [1] do not see" in found[0][1]
+    assert found[1] == []
+
+
+def test_a_layout_that_does_not_fit_the_ranks_is_one_line(tmp_path: Path, model: Path) -> None:
+    config = write_tiny_run(tmp_path, model)
+    found = run_ranks(lambda *_: run_rank_checks(config, []), 1, init_process_group=False)
+    assert [check.level for check in found[0]] == ["fail"] and "not a multiple of" in found[0][
+        0
+    ].message
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# host
+def test_requirements_are_this_packages_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(doctor.version_problems())
+    lines = ["torch>=99", "no-such-package-at-all>=1", "torch<1; extra == 'gpu'", "numpy>=2"]
+    monkeypatch.setattr(doctor, "requires", lambda _name: lines)
+    found = list(doctor.version_problems())
+    assert [(check.level, check.key) for check in found] == [
+        ("fail", "torch"),
+        ("fail", "no-such-package-at-all"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("driver", "visible", "key", "fix"),
+    [
+        (False, None, "resources.gpus_per_node", "inside the job"),
+        (True, "", "resources.gpus_per_node", "unset CUDA_VISIBLE_DEVICES"),
+        (True, None, "CUDA", "install torch for your CUDA"),
+    ],
+)
+def test_why_there_is_no_gpu(
+    driver: bool,
+    visible: str | None,
+    key: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05\n"
+    )
+    monkeypatch.setattr(
+        preflight_host, "DRIVER_FILES", (tmp_path if driver else tmp_path / "none",)
+    )
+    monkeypatch.setattr(doctor, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = preflight_host._no_gpu(8)
+    assert found.key == key and fix in found.fix and found.level == ("fail" if driver else "warn")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("ib", ["ib0", "ib1"]),
+        ("ib1,eth", ["eth0", "ib1"]),
+        ("=ib", []),
+        ("=ib0", ["ib0"]),
+        ("^ib,lo", ["eth0"]),
+        ("^=ib0", ["eth0", "ib1", "lo"]),
+    ],
+)
+def test_names_as_nccl_reads_them(value: str, expected: list[str]) -> None:
+    assert preflight_host._matches(value, ["eth0", "ib0", "ib1", "lo"]) == expected
+
+
+def test_an_interface_that_is_down(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = SimpleNamespace(isup=True)
+    down = SimpleNamespace(isup=False)
+    monkeypatch.setattr(preflight_host.psutil, "net_if_stats", lambda: {"ib0": down, "eth0": up})
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    loaded = load_config(write_tiny_run(tmp_path, model))
+    found = {check.key: check.level for check in preflight_host.check_network_settings(loaded)}
+    assert found == {"GLOO_SOCKET_IFNAME": "ok", "NCCL_SOCKET_IFNAME": "fail"}
+
+
+def test_quotas_of_lustre_and_of_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    folder = tmp_path / "home"
+    folder.mkdir()
+
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def mounted(device: str, kind: str) -> None:
+        root = SimpleNamespace(device="overlay", mountpoint="/", fstype="overlay")
+        own = SimpleNamespace(device=device, mountpoint=str(folder), fstype=kind)
+        monkeypatch.setattr(quota.psutil, "disk_partitions", lambda all: [root, own])
+
+    mounted("mds@tcp:/fs", "lustre")
+    program(
+        "lfs",
+        f'[ "$3" = -u ] && echo "{folder} 600 1000 2000 - 5 0 0 -" || echo "{folder} 0 0 0 - 0 0 '
+        '0 -"',
+    )
+    found, unknown = quota.free_space(folder)
+    assert unknown is None
+    assert [room.source for room in found] == [
+        "free space",
+        "lfs quota -u",
+    ]  # the group has no limit
+    assert found[1].num_bytes == 400 * 1024 and found[1].num_files == float("inf")
+
+    mounted("server:/export/home", "nfs4")
+    program(
+        "quota",
+        "echo 'Disk quotas for user bob (uid 7):'\necho 'server:/export/home 900* 800 1000 7days "
+        "3 10 0 0'",
+    )
+    (over,) = quota.free_space(folder)[0][1:]
+    assert over.num_bytes == 0 and over.num_files == 7
+
+    (tmp_path / "quota").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no installed tool reads the quota" in str(quota.free_space(folder)[1])
+
+
+def test_what_a_cluster_file_names(tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(
+        f"name: x\nscratch: {tmp_path}\nnetwork_interface: nothere0\n"
+        "container: {runtime: apptainer, image: /no/such.sif, mounts: [/no/such/folder]}\n"
+    )
+    found = {check.key: check.level for check in preflight_host.check_cluster(file)}
+    assert found == {
+        "scratch": "ok",
+        "network_interface": "warn",
+        "container.image": "fail",
+        "container.mounts": "warn",
+    }
+    file.write_text("name: x\nscratchh: /tmp\n")
+    (wrong,) = preflight_host.check_cluster(file)
+    assert wrong.level == "fail" and "did you mean `scratch`" in wrong.message
+
+
+def test_offline_ends_with_its_block() -> None:
+    import datasets
+    from huggingface_hub import constants as hub
+
+    before = hub.HF_HUB_OFFLINE
+    with preflight.offline():
+        assert hub.is_offline_mode() and datasets.config.HF_HUB_OFFLINE
+    assert hub.HF_HUB_OFFLINE == before == datasets.config.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "runs").glob("*g-*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_runs_are_signalled_in_time(path: Path) -> None:
+    loaded = load_config(path)
+    plan = make_plan(loaded)
+    (found,) = preflight._signal(loaded, plan)
+    assert found.level == "ok", str(found)
+    updates = next(phase.seconds for phase in plan.phases if phase.name == "updates")
+    assert planned_ending_s(plan) > updates / loaded.config.batch.updates_per_step
+
+
+def test_the_command_prints_json_and_returns_an_exit_code(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pacs_megatron.cli import main
+
+    config = write_tiny_run(tmp_path, model)
+    assert main(["preflight", str(config), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["level"] for row in rows} <= {"ok", "warn"} and {"key", "message", "fix"} <= set(
+        rows[0]
+    )
+    assert main(["preflight", str(config), "parallel.tp=8"]) == 2
+    assert "parallel.tp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "level", "text"),
+    [
+        ("2.13.0 2.29.7", "2.13.0 2.29.7", "ok", "NCCL 2.29.7 (torch 2.13.0) in the trainer"),
+        (
+            "2.13.0 2.29.7",
+            "2.14.1 2.30.7",
+            "fail",
+            "NCCL 2.30.7 (torch 2.14.1) in the servers: NCCL rejects",
+        ),
+        ("2.13.0 2.29.7", "", "warn", "NCCL of the servers is unknown"),
+    ],
+)
+def test_a_broadcast_needs_the_same_nccl_on_both_sides(
+    tmp_path: Path, ours: str, theirs: str, level: str, text: str
+) -> None:
+    sides = []
+    for name, words in (("ours", ours), ("theirs", theirs)):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho {words}\n")
+        program.chmod(0o755)
+        sides.append((str(program),))
+    check = check_nccl(*sides)
+    assert check.level == level
+    assert text in check.message
+    assert level != "fail" or "transport=disk" in check.fix
+
+
+def test_the_nccl_of_a_cpu_build_is_none() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NCCL_CODE], capture_output=True, text=True, check=True
+    )
+    torch_version, nccl = done.stdout.split()
+    assert torch_version.startswith("2.")
+    assert nccl == "none" or nccl[0].isdecimal()
