@@ -47,7 +47,7 @@ from pacs_megatron.runtime.run_folder import (
     run_folder,
     write_exit_code,
 )
-from pacs_megatron.runtime.run_lock import LOCK_FILE, refuse_if_locked
+from pacs_megatron.runtime.run_lock import LOCK_FILE, check_not_locked
 from pacs_megatron.runtime.waiting import report_wait
 
 TRAINING_MODULE = "pacs_megatron.training.main"
@@ -80,7 +80,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
             f"slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
         )
     _check(loaded, world_size)
-    refuse_if_locked(run_dir)
+    check_not_locked(run_dir)
     changed_since(loaded, run_dir)  # raises for another run's folder
     is_file(run_dir / EXIT_CODE_FILE, ConfigError)
     command = [TRAINING_MODULE, str(config_path), *overrides]

@@ -177,7 +177,7 @@ def lock_owner(run_dir: Path) -> Lease | None:
     return lease if lease is not None and _is_alive(path, lease) else None
 
 
-def refuse_if_locked(run_dir: Path) -> None:
+def check_not_locked(run_dir: Path) -> None:
     """Raises FolderInUseError when a live process holds the lock of `run_dir`."""
     if (owner := lock_owner(run_dir)) is not None:
         raise _refusal(run_dir, owner)

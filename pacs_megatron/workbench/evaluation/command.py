@@ -36,7 +36,7 @@ from pacs_megatron.runtime.files import (
 )
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, run_folder
-from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, refuse_if_locked
+from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, check_not_locked
 from pacs_megatron.workbench.evaluation.results import harness_json, results_json, summarize, table
 from pacs_megatron.workbench.evaluation.sample_file import SampleFile
 from pacs_megatron.workbench.evaluation.samplers import EmbeddedSampler, ServerSampler, push_folder
@@ -76,7 +76,7 @@ def run_eval(
     base = run_dir / "eval" if out is None else out
     check_distinct(map(Path, models))
     if out is None:
-        refuse_if_locked(run_dir)
+        check_not_locked(run_dir)
     folders = [_folder_of(model) for model in models or [config.model.path]]
     is_new = not base.exists()
     try:

@@ -27,8 +27,8 @@ from pacs_megatron.runtime.run_lock import (
     FolderInUseError,
     Lease,
     RunLock,
+    check_not_locked,
     lock_owner,
-    refuse_if_locked,
 )
 
 HOLD = """
@@ -76,7 +76,7 @@ def test_a_second_writer_is_rejected_and_named(
     with pytest.raises(FolderInUseError, match=rf"in use by `train` \(pid {holder.pid} on "):
         RunLock(tmp_path, "export")
     with pytest.raises(FolderInUseError):
-        refuse_if_locked(tmp_path)
+        check_not_locked(tmp_path)
     assert lease_of(tmp_path).pid == holder.pid
 
 
