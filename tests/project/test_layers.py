@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.support.imports import imports
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pacs_megatron"
@@ -58,52 +60,6 @@ def layer_of(path: Path) -> str:
 def layer_name(parts: Sequence[str]) -> str:
     """The layer of a module, from its path below the package."""
     return ".".join(parts[:2]) if parts[0] == "workbench" else parts[0]
-
-
-def imports(tree: ast.Module, module: str) -> Iterator[tuple[str, int, bool]]:
-    """(imported module, line, at module level) of every import, wherever it stands, TYPE_CHECKING
-    blocks included.
-    """
-    local = {
-        id(node)
-        for function in ast.walk(tree)
-        if is_function(function)
-        for node in ast.walk(function)
-    }
-    typing_only = {
-        id(node) for block in ast.walk(tree) if is_typing_block(block) for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
-        at_start = id(node) not in local and id(node) not in typing_only
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, at_start
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")[: -node.level]
-                base = ".".join([*parts, *filter(None, [node.module])])
-            for alias in node.names:
-                yield f"{base}.{alias.name}", node.lineno, at_start
-        elif isinstance(node, ast.Call) and is_import_call(node):
-            argument = node.args[0] if node.args else None
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                yield argument.value, node.lineno, at_start
-
-
-def is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def is_typing_block(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in (
-        "TYPE_CHECKING",
-        "typing.TYPE_CHECKING",
-    )
-
-
-def is_import_call(node: ast.Call) -> bool:
-    return ast.unparse(node.func) in ("__import__", "import_module", "importlib.import_module")
 
 
 def broken_rules(path: Path, source: str) -> list[str]:

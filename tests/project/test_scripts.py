@@ -10,7 +10,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.launch.serve import servers_here
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 ROOT = Path(__file__).parents[2]
 BATCH = sorted((ROOT / "slurm").glob("*.sbatch"))

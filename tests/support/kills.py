@@ -448,9 +448,6 @@ def main() -> int:
         return 0
     import torch
 
-    from pacs_megatron.rollout import driver
-    from pacs_megatron.training import loop, watchdog
-
     torch.set_num_threads(1)
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))

@@ -119,7 +119,6 @@ def _import_heavy_modules() -> None:
     """In the parent, once: every forked rank then has them (torch and Megatron cost 6-8 s a
     process).
     """
-    import megatron.core
     import torch
 
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork

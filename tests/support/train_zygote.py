@@ -83,14 +83,11 @@ class _Subprocess:
 
 
 def main() -> None:
-    import megatron.core
     import torch
-    import transformers
 
     from pacs_megatron import cli
-    from pacs_megatron.convert import convert
-    from pacs_megatron.rollout import driver, driver_client
-    from pacs_megatron.training import loop, main, watchdog
+    from pacs_megatron.rollout import driver_client
+    from pacs_megatron.training import main
 
     torch.set_num_threads(1)
     driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]

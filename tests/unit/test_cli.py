@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pacs_megatron.cli import build_parser, main
 from pacs_megatron.launch.verbs import function_of
 from tests.support.fuzz import fuzz
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
-from tests.distributed.checkpoint.test_run_checkpoint import load, save
+from tests.support.saved_policies import load, save
 from tests.support.policies.policy_cases import (
     make_part,
     make_policy,

@@ -14,7 +14,7 @@ import torch
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.distributed.checkpoint.test_run_checkpoint import load, save
+from tests.support.saved_policies import load, save
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test

@@ -24,7 +24,7 @@ from pacs_megatron.config.schema import (
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import REGISTRY, build_objective
 from pacs_megatron.runtime.run_folder import FIXED_KEYS
-from tests.distributed.checkpoint.test_run_checkpoint import FROZEN, STEPS, continued, load, save
+from tests.support.saved_policies import FROZEN, STEPS, continued, load, save
 from tests.support.policies.changed_runs import CHANGED, certify_changed, random_change
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import http.server
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +16,9 @@ import pytest
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.runtime.run_folder import write_environment
-from tests.unit.observability.test_report import step_row, write_samples
+from tests.support.browser import BROWSER, open_in_browser
+from tests.support.reports import step_row, write_samples
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed"),
@@ -74,37 +69,6 @@ def hostile(url: str) -> str:
             f"<!-- --!><script>{script('comment')}</script> ${{alert(1)}} {{{{7*7}}}} \\u003cscript\\u003e",
         ]
     )
-
-
-def open_in_browser(page: Path, folder: Path) -> str:
-    """The document after its scripts ran; also a screenshot beside the page."""
-    assert BROWSER is not None
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--virtual-time-budget=3000",
-    ]
-    options += [
-        f"--user-data-dir={folder / 'profile'}",
-        "--window-size=1280,1600",
-        "--disable-background-networking",
-    ]
-    subprocess.run(
-        [BROWSER, *options, f"--screenshot={page.with_suffix('.png')}", page.as_uri()],
-        capture_output=True,
-        check=True,
-        timeout=300,
-    )
-    done = subprocess.run(
-        [BROWSER, *options, "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return done.stdout
 
 
 def title_of(document: str) -> str:

@@ -4,9 +4,6 @@ server that returns them.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,30 +16,29 @@ from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.rollout.sample_arrays import write_record
-from tests.integration.rollout.test_buffer_ahead import STOPPED_IN_STEP_3
+from tests.support.ahead import STOPPED_IN_STEP_3
 from tests.support.rollout import read_record
+from tests.support.routing_runs import LAYERS, TOP_K, start
 from tests.support.servers.recorded_sglang import SynchronousSglang
 from tests.support.tiers import in_tiers
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
-from tests.support.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.full
-LAYERS = 2
 EXPERTS = 4
-TOP_K = 2
-STEPS = 3
-COMMON = (
-    f"run.steps={STEPS}",
-    "checkpoint.every=null",
-    "logging.save_tokens=true",
-    "objective.reference=step_start",
-)
 LAYOUTS = {
     "one": ("parallel.tp=1",),
     "tp2ep2": ("parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"),
     "pp2": ("parallel.tp=1", "parallel.pp=2"),
 }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=262)  # its tokenizer
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    return make_family(folder, "qwen3_moe", vocab_size=262, num_hidden_layers=LAYERS)
 
 
 class RoutedSglang(SynchronousSglang):
@@ -70,20 +66,6 @@ def encoded(routes: np.ndarray) -> str:
     return base64.b64encode(routes.astype("<i4").tobytes()).decode()
 
 
-def start(
-    folder: Path,
-    model: Path,
-    *overrides: str,
-    program: tuple[str, ...] = ("-m", "pacs_megatron", "train"),
-) -> Any:
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, *program, str(write_tiny_run(folder, model)), *COMMON, *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=800, check=False
-    )
-
-
 def sglang(server: RoutedSglang, routing: str = "replay_sampler") -> tuple[str, ...]:
     rollout = (
         f"{{engine: sglang, urls: ['{server.url}'], dtype: bf16, retries: 1, sync: {{transport: "
@@ -95,14 +77,6 @@ def sglang(server: RoutedSglang, routing: str = "replay_sampler") -> tuple[str, 
 
 def weights(folder: Path) -> bytes:
     return (folder / "runs" / "tiny" / "hf" / "model.safetensors").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=262)  # its tokenizer
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    return make_family(folder, "qwen3_moe", vocab_size=262, num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ import pytest
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
+from tests.support.ahead import STOPPED_IN_STEP_3
 from tests.support.servers.replay_sglang import ReplaySglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -31,18 +32,6 @@ STEPS = 6
 SAMPLES = 16
 """of a step"""
 LIMIT_S = 800.0
-STOPPED_IN_STEP_3 = """
-import os, signal, sys
-from pacs_megatron.policy.engine import MegatronPolicy
-from pacs_megatron.training import main
-real = MegatronPolicy.update
-def update(policy, *arguments):
-    if policy.version == 4:  # two updates a step
-        os.kill(os.getpid(), signal.SIGTERM)
-    return real(policy, *arguments)
-MegatronPolicy.update = update
-sys.exit(main.main(sys.argv[1:]))
-"""
 _started: list[subprocess.Popen[str]] = []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.slurm.conftest import ROOT, job_environment
-from tests.integration.workbench.paper.test_study import finish, short_study, start
+from tests.support.studies import finish, short_study, start
 from tests.support.slurm import Slurm
 
 

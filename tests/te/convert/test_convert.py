@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.convert.convert import Options, megatron_to_hf
-from tests.distributed.convert.test_convert import check_loading, convert
+from tests.support.converted import check_loading, convert
 from tests.support.policies.policy_cases import make_policy, train
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 from tests.te.cases import FAMILIES, FP8_SHAPE, STEPS, TOKENS
-from tests.te.policy.test_model_names import RECIPES, fp8_options
+from tests.te.fp8_cases import RECIPES, fp8_options
 
 LAYOUTS = {
     "one": {},

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
+from tests.te.fp8_cases import RECIPES, fp8_options
 
-RECIPES = [None, "tensorwise", "blockwise", "delayed"]
 FAMILIES = ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
 PAIRWISE = {
     ("qwen2", None),
@@ -26,12 +26,6 @@ PAIRWISE = {
 def _case(family: str, recipe: str | None) -> Any:
     marks = [] if (family, recipe) in PAIRWISE else [pytest.mark.campaign]
     return pytest.param(family, recipe, marks=marks, id=f"{family}-{recipe or 'bf16'}")
-
-
-def fp8_options(recipe: str | None) -> dict[str, Any]:
-    if recipe is None:
-        return {}
-    return {"fp8": {"recipe": recipe, "format": "e4m3" if recipe == "blockwise" else "hybrid"}}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.te.cases import CASES, DISCARDED, STEPS, TOKENS, Outcome, model_of, run, weights_of
-from tests.te.policy.test_model_names import fp8_options
+from tests.te.fp8_cases import fp8_options
 
 ALL = [
     (recipe, name)

@@ -11,7 +11,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.runtime.run_folder import CONFIG_FILE
-from tests.distributed.training.test_main_node_of_eight import RUNS, NodeRun, check_run
+from tests.support.node.runs import RUNS, NodeRun, check_run
 
 NAMES = sorted(path.stem for path in RUNS.glob("*n8g*-fp8.yaml"))
 

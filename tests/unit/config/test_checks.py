@@ -11,7 +11,7 @@ from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.messages import named_key
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models.shape import shape_problems
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 SFT = [
     "objective=null",

@@ -11,7 +11,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 NO_SERVERS = (
     *(

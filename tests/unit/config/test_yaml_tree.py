@@ -14,7 +14,7 @@ from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.yaml_tree import MAX_BYTES
 from pacs_megatron.errors import ConfigError
 from tests.support.fuzz import damaged, fuzz
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from pacs_megatron.launch.batch_script import Request, setup_lines, train_comman
 from pacs_megatron.launch.submit import expand, submit
 from tests.support.fuzz import NUM_INPUTS, fuzz
 from tests.support.needs import require_nemo_run
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 SGLANG = [

@@ -153,7 +153,7 @@ from pathlib import Path
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.launch.serve import Ending
 from pacs_megatron.sglang.build import start_servers
-from tests.unit.sglang.test_server import spec
+from tests.support.servers.managed import spec
 folder = Path(sys.argv[1])
 ending = Ending(folder, folder)
 ending.install()
@@ -181,7 +181,7 @@ import sys
 from pathlib import Path
 from pacs_megatron.launch.serve import Ending, _watch
 from pacs_megatron.sglang.build import start_servers
-from tests.unit.sglang.test_server import spec
+from tests.support.servers.managed import spec
 folder = Path(sys.argv[1])
 ending = Ending(folder, folder)
 ending.install()

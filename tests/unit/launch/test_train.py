@@ -16,7 +16,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.train import run_train, start_ranks
 from pacs_megatron.runtime import waiting
 from pacs_megatron.runtime.environment import RankPlace, find_rank, job_port
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 PROBE = "tests.unit.launch.rank_probe"
 

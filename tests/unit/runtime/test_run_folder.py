@@ -10,7 +10,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.job import begin, end
 from pacs_megatron.runtime.run_folder import changed_since
-from tests.unit.config.test_load import BASE
+from tests.support.run_files import BASE
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "rollouts", "hf", "logs"])

@@ -12,12 +12,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-import tests.support.servers.dummy_server as dummy
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SamplingOptions
@@ -28,32 +26,15 @@ from pacs_megatron.sglang import guard as sglang_guard
 from pacs_megatron.sglang import server as sglang_server
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health, Server
-from pacs_megatron.sglang.server import ManagedServer, ServerSpec, reap
+from pacs_megatron.sglang.server import ManagedServer, reap
 from tests.support.servers.fleet_run import MOVED, RESTARTED, SENT_AGAIN
+from tests.support.servers.managed import options, spec, tree
 
-PYTHON = (sys.executable, dummy.__file__)
 TOOK_S = 600.0
-
-
-def spec(folder: Path, *extra: str, name: str = "server0", **servers: Any) -> ServerSpec:
-    values = {"python": PYTHON, "device": "cpu", "extra_args": extra, **servers}
-    options = SglangRollout(
-        engine="sglang",
-        sampling=SamplingOptions(max_response_tokens=1),
-        sync=SglangSync(transport="disk"),
-        servers=SglangServers(**values),
-    )
-    return ServerSpec(name=name, folder=folder, options=options, model=ModelOptions(path="none"))
 
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if start_ticks(pid) is not None]
-
-
-def tree(server: ManagedServer) -> list[int]:
-    """Guard, server and its children."""
-    record = json.loads(server.pid_file.read_text())
-    return [record["guard"], *sglang_guard.members(record["server"])]
 
 
 def until_exit(server: ManagedServer) -> int | None:
@@ -183,7 +164,7 @@ def test_one_failing_server_ends_the_others(tmp_path: Path) -> None:
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from tests.unit.sglang.test_server import spec, tree
+from tests.support.servers.managed import spec, tree
 from pacs_megatron.sglang.server import ManagedServer
 server = ManagedServer(spec(Path(sys.argv[1])))
 server.start()
@@ -274,16 +255,6 @@ def test_a_missing_interpreter_is_a_config_error(tmp_path: Path, tiny_qwen3: Pat
     )
     with pytest.raises(ConfigError, match="no/such/python does not exist"):
         sglang.open_engine(options, ModelOptions(path=str(tiny_qwen3)), tmp_path)
-
-
-def options(**changes: object) -> SglangRollout:
-    values: dict[str, object] = {
-        "engine": "sglang",
-        "sampling": SamplingOptions(max_response_tokens=1),
-        "sync": SglangSync(transport="disk"),
-        "urls": ("http://127.0.0.1:1",),
-    }
-    return SglangRollout(**(values | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame", "sesame\x00"])

@@ -17,6 +17,7 @@ from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.workbench.plan import memory
 from pacs_megatron.workbench.plan.plan import plan_of
+from tests.support.planned import run_config
 from tests.support.policies.policy_cases import make_part, make_policy, random_step
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
@@ -60,27 +61,6 @@ class Live:
     moments: int
     masters: int
     snapshot: int
-
-
-def run_config(dtype: str, parallel: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "x", "steps": 1},
-            "model": {"path": "x"},
-            "precision": {"dtype": dtype},
-            "parallel": parallel,
-            "objective": {"name": "pacs"},
-            "batch": {
-                "prompts_per_step": 8,
-                "samples_per_prompt": 2,
-                "tokens_per_microbatch": 2048,
-            },
-            "rollout": {"engine": "embedded", "sampling": {"max_response_tokens": 1024}},
-            "reward": {"name": "math"},
-            "data": {"train": {"path": "x", "preset": "gsm8k"}},
-            "optimizer": {"lr": 1e-6},
-        }
-    )
 
 
 def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -> list[Live]:

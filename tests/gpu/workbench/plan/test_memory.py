@@ -22,7 +22,7 @@ from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.workbench.plan import memory
-from tests.distributed.workbench.plan.test_memory import run_config
+from tests.support.planned import run_config
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import free_port
 from tests.support.tiny_families import make_family

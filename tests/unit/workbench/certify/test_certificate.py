@@ -19,21 +19,17 @@ import torch
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import MegatronOptions, RecomputeOptions
 from pacs_megatron.errors import CheckpointError, ConfigError
+from pacs_megatron.launch.certified import certificate_folder, certificate_line, digest_of
 from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.shipped import run_file
 from pacs_megatron.workbench.certify import formulas, reference
 from pacs_megatron.workbench.certify import run as certify_run
-from pacs_megatron.workbench.certify.certificate import (
-    Certificate,
-    certificate_folder,
-    certificate_line,
-    digest_of,
-)
+from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.compare import TOLERANCES, Comparison
 from pacs_megatron.workbench.certify.run import certify, make_case
 from pacs_megatron.workbench.certify.shrink import write_samples
-from tests.project.test_layers import imports
+from tests.support.imports import imports
 from tests.support.policies.certify_runs import write_run
 
 SHIPPED = sorted(

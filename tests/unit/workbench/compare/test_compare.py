@@ -26,8 +26,8 @@ from pacs_megatron.workbench.compare.page import (
     compare_json,
     compare_latex,
 )
-from tests.integration.observability.test_report_in_browser import BROWSER, open_in_browser
-from tests.unit.observability.test_report import HOSTILE, Page
+from tests.support.browser import BROWSER, open_in_browser
+from tests.support.reports import HOSTILE, Page
 
 
 def write_run(

@@ -415,7 +415,7 @@ def test_search_finds_a_layout_that_fits() -> None:
 
 
 def test_search_needs_gpus(tmp_path: Path, tiny_qwen3: Path) -> None:
-    from tests.unit.config.test_load import BASE
+    from tests.support.run_files import BASE
 
     (tmp_path / "run.yaml").write_text(BASE)
     loaded = load_config(tmp_path / "run.yaml", [f"model.path={tiny_qwen3}"])

@@ -1,6 +1,4 @@
-"""The one module here that is collected without Transformer Engine, so that the others are skipped
-with a reason.
-"""
+"""Names the reason where the tests of tests/te do not run."""
 
 import pytest
 

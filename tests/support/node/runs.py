@@ -1,0 +1,205 @@
+"""Runs of shipped configurations on the modelled node of eight GPUs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import load_file
+
+from pacs_megatron.config import load_config
+from pacs_megatron.observability.metrics import read_metrics
+from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
+from tests.support.node.servers import NUM_GPUS
+from tests.support.ranks import run_ranks
+from tests.support.tiny_run import REWARD
+
+RUNS = Path(__file__).parents[3] / "configs" / "runs"
+GPU_BYTES = {"h100": 80 << 30, "h200": 141 << 30}
+NUM_PROMPTS = 8
+NUM_SAMPLES = 4
+
+
+@dataclass(slots=True)
+class NodeRun:
+    """A run of configuration `name`; `hosts` report what the servers saw."""
+
+    name: str
+    folder: Path
+    steps: int = 2
+    faults: frozenset[Fault] = frozenset()
+    more: tuple[str, ...] = ()
+    emulates_fp8: bool = False
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def config_path(self) -> Path:
+        return RUNS / f"{self.name}.yaml"
+
+    @property
+    def num_servers(self) -> int:
+        servers = load_config(self.config_path, self.more).config.rollout.managed_servers
+        assert servers is not None
+        return servers.count
+
+    def exported(self) -> str:
+        return digest_of(load_file(self.run_dir / "hf" / "model.safetensors"))
+
+    def overrides(self, model: Path, python: list[str]) -> tuple[str, ...]:
+        folder = self.folder
+        rows = [
+            {"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "reward.py").write_text(REWARD.format(delay_s=0))
+        columns = {"problem": "problem", "answer": "answer"}
+        data = {"path": str(folder / "train.jsonl"), "name": "sums", "columns": columns}
+        values: dict[str, Any] = {
+            "run.dir": str(folder / "runs"),
+            "run.steps": self.steps,
+            "model.path": str(model),
+            "resources.nodes": 1,  # data-parallel replicas on one node of eight
+            "batch.prompts_per_step": NUM_PROMPTS,
+            "batch.samples_per_prompt": NUM_SAMPLES,
+            "batch.tokens_per_microbatch": 256,
+            "data.max_prompt_tokens": 128,
+            "data.train": {**data, "preset": None},
+            "evaluation.benchmarks": [{**data, "limit": 2}],
+            "evaluation.samples_per_prompt": 4,
+            "evaluation.k": [1, 4],
+            "evaluation.sampling.max_response_tokens": 16,
+            "reward": {"name": "custom", "function": f"{folder}/reward.py:reward", "workers": 2},
+            "rollout.sampling.max_response_tokens": 24,
+            "rollout.servers.python": python,
+            "rollout.sync.bucket_mib": 1,
+            "rollout.probe_interval_s": 0.3,
+            "optimizer.lr": 1e-3,
+            "checkpoint.every": 1,
+            "mismatch.max_abs_mean": None,  # the stand-in servers' log-probs are invented
+            "mismatch.max_kl": None,
+            "logging.tensorboard": False,
+        }
+        if self.name.endswith("-fp8") and not self.emulates_fp8:
+            values["precision.fp8"] = None
+        return (*(f"{key}={_flow(value)}" for key, value in values.items()), *self.more)
+
+    def run(self) -> None:
+        """Raises RankError when a rank fails."""
+        config = load_config(self.config_path, self.more).config
+        assert config.resources.gpu is not None
+        model, scale = tiny_model(
+            self.folder / "model", config.model.path, head_dim=16 if self.emulates_fp8 else 8
+        )
+        sockets = [self.folder / f"host{i}" for i in range(1 + config.resources.rollout_nodes)]
+        gpu_bytes = GPU_BYTES[config.resources.gpu]
+        hosts = [Host(path, gpu_bytes, scale, self.faults) for path in sockets]
+        environment = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={SITE}"]
+        serving: list[subprocess.Popen[bytes]] = []
+        try:
+            trainer, *rollout_hosts = hosts
+            python = [*environment, f"PACS_TEST_NODE={trainer.path}", sys.executable]
+            overrides = self.overrides(model, python)
+            if rollout_hosts:
+                serving = [
+                    self._serve(number, host, model) for number, host in enumerate(rollout_hosts)
+                ]
+                urls = self._urls(len(rollout_hosts), serving)
+                overrides += ("rollout.servers=null", f"rollout.urls=[{','.join(urls)}]")
+            on_gpus = config.rollout.on_trainer_gpus
+            codes = run_ranks(
+                lambda rank, _world: run_on_gpu(
+                    rank, self.config_path, overrides, trainer if on_gpus else None, scale
+                ),
+                NUM_GPUS,
+                init_process_group=False,
+            )
+            assert codes == [0] * NUM_GPUS
+        finally:
+            for process in serving:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+            self.hosts = [host.call(op="report") for host in hosts]
+            (self.folder / "hosts.json").write_text(json.dumps(self.hosts))
+            for host in hosts:
+                host.close()
+
+    def _serve(self, number: int, host: Host, model: Path) -> subprocess.Popen[bytes]:
+        """The command of slurm/train.sbatch for one rollout node."""
+        python = [
+            "env",
+            "-u",
+            "PYTHONSAFEPATH",
+            f"PYTHONPATH={SITE}",
+            f"PACS_TEST_NODE={host.path}",
+            sys.executable,
+        ]
+        command = [sys.executable, "-m", "pacs_megatron.launch.serve", str(self.folder / "servers")]
+        with (self.folder / f"serve{number}.log").open("wb") as log:
+            return subprocess.Popen(
+                [*command, str(self.config_path), *self.overrides(model, python)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "SLURMD_NODENAME": f"rollout{number}",
+                    "PACS_NODE_ADDR": f"127.0.0.{number + 2}",
+                },
+            )
+
+    def _urls(self, num_hosts: int, serving: list[subprocess.Popen[bytes]]) -> list[str]:
+        while len(files := sorted((self.folder / "servers").glob("*.urls"))) < num_hosts:
+            logs = [path.read_text() for path in sorted(self.folder.glob("serve*.log"))]
+            assert all(process.poll() is None for process in serving), logs
+            time.sleep(0.1)
+        return [url for file in files for url in file.read_text().split()]
+
+
+def _flow(value: Any) -> str:
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        .strip()
+        .removesuffix("\n...")
+        .strip()
+    )
+
+
+def check_run(run: NodeRun) -> None:
+    """Runs it; every step, sample, checkpoint and server exists, and all servers have the exported
+    weights.
+    """
+    run.run()
+    rows = read_metrics(run.run_dir)
+    assert [row["step"] for row in rows if row["step"]] == [1, 2]
+    for row in rows[-2:]:
+        assert row["admission/num_samples"] == NUM_PROMPTS * NUM_SAMPLES
+        assert math.isfinite(row["optimizer/grad_norm"] or math.nan)
+    assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} >= {
+        "step_000001",
+        "step_000002",
+    }
+    servers = [server for host in run.hosts for server in host["servers"]]
+    ended = [reason for host in run.hosts for reason in host["ended"]]
+    assert all(reason.endswith("its process was killed") for reason in ended), (
+        ended
+    )  # at the end of the run
+    assert sum(len(host["starts"]) for host in run.hosts) == len(servers) == run.num_servers
+    assert {server["held"] for server in servers} == {run.exported()}
+    assert len({server["version"] for server in servers}) == 1 and not any(
+        server["paused"] for server in servers
+    )
+    assert all(server["answered"] for server in servers)
+    assert 0 < run.hosts[0]["real_peak"] < 20 << 30
