@@ -46,8 +46,8 @@ install-sandbox: ## bubblewrap from Debian, when root and missing
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
-CURRENT_TESTS := $(addprefix tests/unit/,certify checkpoint convert embedded models parallel plan policy training) \
-	$(addprefix tests/distributed/policy/,test_policy_models.py test_family_logits.py test_plan_exact.py) \
+CURRENT_TESTS := $(addprefix tests/unit/,checkpoint convert embedded models parallel policy training workbench/certify workbench/plan) \
+	$(addprefix tests/distributed/,policy/test_model_families.py policy/test_logits.py workbench/plan/test_memory.py) \
 	tests/distributed/checkpoint/test_run_checkpoint.py tests/distributed/convert/test_convert.py \
 	tests/integration/examples/quickstart/test_run.py
 TEST_TOOLS := install-dev install-sglang install-slurm install-sandbox

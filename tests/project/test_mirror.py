@@ -12,8 +12,8 @@ TESTS = ROOT / "tests"
 TIERS = ("unit", "contracts", "distributed", "integration", "te", "gpu")
 NOT_MIRRORED = ("project", "golden", "support")
 """Rules of the repository, values of other projects, and code that tests share"""
-SOURCES = (ROOT / "pacs_megatron", ROOT)
-"""A path below a tier is a path below one of these: `objectives/`, but also `examples/`, `slurm/`."""
+SOURCES = (ROOT / "pacs_megatron", ROOT, TESTS)
+"""A path below a tier is a path below one of these: `objectives/`, `examples/`, `slurm/`, `inputs/`."""
 SUFFIXES = (".py", ".sbatch", ".yaml")
 
 
