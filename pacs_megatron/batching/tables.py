@@ -1,6 +1,4 @@
-"""Converts samples to flat arrays (SampleFacts, TokenBuffers), selects samples, and lists arrays
-for transport.
-"""
+"""Samples as flat arrays, SampleFacts and TokenBuffers: conversion, selection and transport."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,30 +9,64 @@ from pacs_megatron.config.schema import RoutingKind
 from pacs_megatron.contracts import Group, Sample, SampleFacts, Stop, TokenBuffers
 from pacs_megatron.errors import RolloutError
 
+FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
+"""arrays of SampleFacts that ranks exchange"""
+
 
 def tabulate(
     groups: Sequence[Group], routing: RoutingKind = "own"
 ) -> tuple[SampleFacts, TokenBuffers]:
-    """(facts, tokens) of admitted, labelled groups in the given order; samples of a group in the
-    group's order. Raises RolloutError if `routing` replays the sampler's experts and a sample has
-    none.
+    """The facts and tokens of admitted, labelled groups.
+
+    The order is that of `groups`, and within a group that of its samples.
+
+    Args:
+        groups: groups whose samples have a reward and a label.
+        routing: `policy.routing`; other values than `own` need the sampler's experts.
+
+    Returns:
+        The facts of the n samples.
+        The tokens of the same samples; row k has `index` k.
+
+    Raises:
+        RolloutError: if `routing` replays the sampler's experts and a sample has none.
     """
-    samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
+    samples: list[Sample] = []
+    group_of_sample: list[int] = []
+    for number, group in enumerate(groups):
+        samples += group.samples
+        group_of_sample += [number] * len(group.samples)
+
     facts = SampleFacts(
-        ids=tuple(s.id for _, s in samples),
-        groups=np.array([number for number, _ in samples], dtype=np.int64),
-        labels=np.array([s.label for _, s in samples], dtype=np.float64),
-        rewards=np.array([s.reward for _, s in samples], dtype=np.float64),
-        prompt_lens=np.array([s.prompt_len for _, s in samples], dtype=np.int64),
-        response_lens=np.array([s.response_len for _, s in samples], dtype=np.int64),
-        truncated=np.array([s.stop is Stop.LENGTH for _, s in samples], dtype=bool),
+        ids=tuple(sample.id for sample in samples),
+        groups=np.array(group_of_sample, dtype=np.int64),
+        labels=np.array([sample.label for sample in samples], dtype=np.float64),
+        rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
+        prompt_lens=np.array([sample.prompt_len for sample in samples], dtype=np.int64),
+        response_lens=np.array([sample.response_len for sample in samples], dtype=np.int64),
+        truncated=np.array([sample.stop is Stop.LENGTH for sample in samples], dtype=bool),
     )
+
     routes = None
     if routing != "own" and samples:
-        routes = np.concatenate([_routes_of(sample) for _, sample in samples])
-    token_ids = [s.token_ids for _, s in samples]
-    logprobs = [s.sampler_logprobs for _, s in samples]
-    return facts, _buffers(np.arange(len(samples)), token_ids, logprobs, routes)
+        routes = np.concatenate([_routes_of(sample) for sample in samples])
+    tokens = _buffers(
+        index=np.arange(len(samples)),
+        token_ids=[sample.token_ids for sample in samples],
+        logprobs=[sample.sampler_logprobs for sample in samples],
+        routes=routes,
+    )
+    return facts, tokens
+
+
+def _routes_of(sample: Sample) -> np.ndarray:
+    if sample.routes is None:
+        raise RolloutError(
+            f"sample {sample.id} has no experts: it was sampled without "
+            "policy.routing=replay_sampler; resume with policy.routing=own until its step is "
+            "trained"
+        )
+    return sample.routes
 
 
 def _buffers(
@@ -43,6 +75,14 @@ def _buffers(
     logprobs: Sequence[np.ndarray],
     routes: np.ndarray | None,
 ) -> TokenBuffers:
+    """The buffers of m samples.
+
+    Args:
+        index: [m], row of each sample in the facts.
+        token_ids: [prompt + response] of each sample.
+        logprobs: [response] of each sample, the sampler's, nats.
+        routes: [sum of (prompt + response - 1), layers, top k], the sampler's experts.
+    """
     all_ids, offsets = flat(token_ids, np.int32)
     all_logprobs, response_offsets = flat(logprobs, np.float32)
     return TokenBuffers(
@@ -55,27 +95,34 @@ def _buffers(
     )
 
 
-def _routes_of(sample: Sample) -> np.ndarray:
-    if sample.routes is None:
-        raise RolloutError(
-            f"sample {sample.id} has no experts: it was sampled without "
-            "policy.routing=replay_sampler; resume with "
-            "policy.routing=own until its step is trained"
-        )
-    return sample.routes
-
-
 def select_tokens(
-    tokens: TokenBuffers, positions: np.ndarray, new_index: np.ndarray
+    tokens: TokenBuffers,
+    positions: np.ndarray,
+    new_index: np.ndarray,
 ) -> TokenBuffers:
-    """Samples at `positions` of `tokens` (not rows of the facts), with `index` set to `new_index`."""
-    at = tokens.offsets
-    responses_at = tokens.response_offsets
+    """The tokens of some samples, copied.
+
+    Args:
+        tokens: the buffers of m samples.
+        positions: int64 [k], positions among the m samples (not rows of the facts).
+        new_index: int64 [k], the `index` of the result.
+
+    Returns:
+        The buffers of the k samples, in the order of `positions`.
+    """
+    token_ids = []
+    logprobs = []
+    for position in positions:
+        start, stop = tokens.offsets[position : position + 2]
+        token_ids.append(tokens.token_ids[start:stop])
+        start, stop = tokens.response_offsets[position : position + 2]
+        logprobs.append(tokens.sampler_logprobs[start:stop])
+
     routes = tokens.routes
     if routes is not None:
-        routes = np.concatenate([routes[:0], *(tokens.routes_of(int(p)) for p in positions)])
-    token_ids = [tokens.token_ids[at[p] : at[p + 1]] for p in positions]
-    logprobs = [tokens.sampler_logprobs[responses_at[p] : responses_at[p + 1]] for p in positions]
+        pieces = [tokens.routes_of(int(position)) for position in positions]
+        # The empty piece has the dtype and the shape of the result if there are no positions.
+        routes = np.concatenate([routes[:0], *pieces])
     return _buffers(new_index, token_ids, logprobs, routes)
 
 
@@ -84,18 +131,29 @@ def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
     return {name: getattr(facts, name) for name in FACTS}
 
 
-FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
-
-
 def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
     """Arrays for transport. `TokenBuffers(**arrays)` is the inverse."""
-    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return {name: value for name, value in values.items() if value is not None}
+    arrays = {}
+    for field in fields(tokens):
+        value = getattr(tokens, field.name)
+        if value is not None:  # no routes
+            arrays[field.name] = value
+    return arrays
 
 
 def flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """(concatenated parts, int64 [parts + 1]: the start of each part, and the end of the last)"""
-    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-    return (
-        np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)
-    ), offsets
+    """Concatenates arrays of one dimension or more along the first one.
+
+    Args:
+        parts: the arrays.
+        dtype: of the result.
+
+    Returns:
+        [sum of lengths], of `dtype`.
+        int64 [parts + 1], the start of each part, and the end of the last one.
+    """
+    lens = [len(part) for part in parts]
+    offsets = np.cumsum([0, *lens], dtype=np.int64)
+    if not parts:
+        return np.empty(0, dtype=dtype), offsets
+    return np.concatenate(parts).astype(dtype, copy=False), offsets
