@@ -220,8 +220,7 @@ def table(result: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
         f"Qwen3 {result['shape']}: {result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, "
-        f"{result['host']}; "
-        f"identical after the round trip: {result['identical_after_round_trip']}",
+        f"{result['host']}; identical after the round trip: {result['identical_after_round_trip']}",
         "",
         "| stage | s | GB/s | of cp | peak anonymous MiB |",
         "|---|---|---|---|---|",

@@ -103,15 +103,12 @@ def run_ours(folder: Path, tp: int, steps: int, round_number: int) -> list[float
     run = folder / f"tp{tp}-{round_number}"
     overrides = (
         f"run.dir={run} run.steps={steps + WARMUP_STEPS} run.nproc=2 parallel.tp={tp} "
-        f"model.path={folder}/model "
-        f"data.train.path={folder}/data/train.json reward.name=custom "
-        f"reward.function={folder}/reward.py:reward "
-        "objective.name=grpo mismatch.score_noise_every=null mismatch.max_score_noise=null "
-        "optimizer.lr=1e-6 optimizer.min_lr=0.0 optimizer.warmup_updates=0 "
-        "batch.updates_per_step=1 "
+        f"model.path={folder}/model data.train.path={folder}/data/train.json reward.name=custom "
+        f"reward.function={folder}/reward.py:reward objective.name=grpo "
+        "mismatch.score_noise_every=null mismatch.max_score_noise=null optimizer.lr=1e-6 "
+        "optimizer.min_lr=0.0 optimizer.warmup_updates=0 batch.updates_per_step=1 "
         "evaluation.benchmarks=[] evaluation.every=null evaluation.samples_per_prompt=4 "
-        "evaluation.k=[1] "
-        "evaluation.sampling=null checkpoint.every=null"
+        "evaluation.k=[1] evaluation.sampling=null checkpoint.every=null"
     ).split()
     config = str(ROOT / "configs" / "runs" / "quickstart.yaml")
     start(

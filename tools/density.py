@@ -149,7 +149,10 @@ def main() -> int:
         rooms.setdefault(room_of(path, root), Counts()).add(counts)
         totals.setdefault(f"{top} (all)", Counts()).add(counts)
 
-    print(f"{'':32}{'lines':>8}{'tokens':>10}{'a ? b : c':>12}{'compreh.':>12}{'comments':>10}", end="")
+    print(
+        f"{'':32}{'lines':>8}{'tokens':>10}{'a ? b : c':>12}{'compreh.':>12}{'comments':>10}",
+        end="",
+    )
     print(f"{'wide':>7}{'packed':>8}")
     print(f"{'':32}{'':8}{'a line':>10}{'of 1,000':>12}{'of 1,000':>12}{'%':>10}{'':7}{'':8}")
     for name, counts in sorted(rooms.items()):

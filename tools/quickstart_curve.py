@@ -63,8 +63,7 @@ def picture(runs: dict[str, list[Row]]) -> str:
     top = TITLE_HEIGHT + HEIGHT
     legend = [
         f'<g transform="translate({48 + 90 * number} {top})"><rect class="dot s{number}" '
-        'width="10" height="10" rx="3"/>'
-        f'<text x="15" y="9">{name}</text></g>'
+        f'width="10" height="10" rx="3"/><text x="15" y="9">{name}</text></g>'
         for number, name in enumerate(runs)
     ]
     colours = "".join(

@@ -34,9 +34,8 @@ CHAT_TEMPLATE = (
 # vocabulary.
 FREQUENT_TEXT = "user\nsystem\nassistant\nWhat is 1 + 2? Answer in \\boxed{}. 1+2+0=03, \\boxed{3}"
 OTHER_TEXT = (
-    "Please reason step by step, and put your final answer within \\boxed{}. "
-    "Compute the sum of the numbers, add the ones and then the tens, and carry what is left to "
-    "the next column. "
+    "Please reason step by step, and put your final answer within \\boxed{}. Compute the sum of "
+    "the numbers, add the ones and then the tens, and carry what is left to the next column. "
     "Subtract, multiply and divide the first number by the second, - * / < > ( ) [ ] and check "
     "that the result is right."
 )

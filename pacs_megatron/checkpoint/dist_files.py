@@ -112,9 +112,9 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     installed = version("megatron-core")
     if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
         raise CheckpointError(
-            f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and "
-            f"{installed} cannot read it; install "
-            "megatron-core 0.19 (Python 3.12), or convert the checkpoint to Hugging Face there"
+            f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and {installed} "
+            "cannot read it; install megatron-core 0.19 (Python 3.12), or convert the checkpoint "
+            "to Hugging Face there"
         )
     try:
         if (folder / COMMON_NAME).is_file():

@@ -66,8 +66,7 @@ CONFIG = {
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
-    "StorageMeta TensorProperties "
-    "TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     f"{_DCP}.filesystem": "_StorageInfo",
     f"{_DCP}.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
     "torch.serialization": "_get_layout",

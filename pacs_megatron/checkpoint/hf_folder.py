@@ -119,8 +119,8 @@ class HfFolder:
             if dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
                     f"{file.path}: {name} is {dtype}, expected one of "
-                    f"{', '.join(map(str, WEIGHT_DTYPES))}; dequantise "
-                    "the model, or get another copy"
+                    f"{', '.join(map(str, WEIGHT_DTYPES))}; dequantise the model, or get another "
+                    "copy"
                 )
             if dtype == wrong:
                 raise CheckpointError(

@@ -133,8 +133,7 @@ def check_identity(folder: Path, manifest: Manifest) -> None:
     if identity is not None and identity != manifest.run:
         raise CheckpointError(
             f"{folder} belongs to run {manifest.run}, but {folder.parent.parent} is run "
-            f"{identity}; restore the run's own "
-            "checkpoint, or start a new run folder from this one"
+            f"{identity}; restore the run's own checkpoint, or start a new run folder from this one"
         )
 
 

@@ -285,8 +285,7 @@ def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     if (folder / "begun.json").is_file():
         raise CheckpointError(
             f"{folder} was saved inside a step by an earlier release, which this release does not "
-            "read; resume it with that "
-            "release, or remove the folder to repeat the step"
+            "read; resume it with that release, or remove the folder to repeat the step"
         )
     return read_record(folder, _OPEN_STEP)
 

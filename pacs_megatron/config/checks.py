@@ -195,8 +195,7 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
         )
         yield (
             "rollout.sync.transport=ipc passes handles of one host's memory, which a server on "
-            "another GPU or node cannot "
-            f"open; {fix}use broadcast or disk"
+            f"another GPU or node cannot open; {fix}use broadcast or disk"
         )
     if rollout is None or servers is None:
         return
@@ -210,9 +209,8 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
     if servers.colocated and nodes > 1 and rollout.sync.transport != "disk":
         yield (
             f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true "
-            f"on {key}={nodes}: ipc works "
-            "on one host only, and broadcast requires trainer and server on different GPUs; use "
-            "disk"
+            f"on {key}={nodes}: ipc works on one host only, and broadcast requires trainer and "
+            "server on different GPUs; use disk"
         )
     if servers.colocated and nodes > 1 and servers.visible_devices:
         yield f"rollout.servers.visible_devices with {key}={nodes}: each node assigns its GPUs to its servers; remove it"
@@ -226,9 +224,9 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
     elif servers.device == "cuda" and servers.count * servers.tp > offered:
         yield (
             f"rollout.servers.count * tp = {servers.count} * {servers.tp} = "
-            f"{servers.count * servers.tp} GPUs, but {key} * "
-            f"gpus_per_node = {nodes} * {resources.gpus_per_node} offers {offered}; use at most "
-            f"{offered // servers.tp} servers"
+            f"{servers.count * servers.tp} GPUs, but {key} * gpus_per_node = {nodes} * "
+            f"{resources.gpus_per_node} offers {offered}; use at most {offered // servers.tp} "
+            "servers"
         )
 
 
@@ -283,10 +281,9 @@ def _batch(config: RunConfig) -> Iterator[str]:
     ):
         yield (
             "batch.groups=together needs batch.tokens_per_microbatch >= batch.samples_per_prompt "
-            "* (data."
-            f"max_prompt_tokens + {response_key(config)}) = {batch.samples_per_prompt * longest}, "
-            "got "
-            f"{batch.tokens_per_microbatch}; raise it, or use batch.groups=auto"
+            f"* (data.max_prompt_tokens + {response_key(config)}) = "
+            f"{batch.samples_per_prompt * longest}, got {batch.tokens_per_microbatch}; raise it, "
+            "or use batch.groups=auto"
         )
 
 
@@ -301,15 +298,14 @@ def _strategy(config: RunConfig) -> Iterator[str]:
             else "rollout.engine=demonstrations"
         )
         yield (
-            f"rollout.engine={config.rollout.engine} with objective.name={name}: sft trains on "
-            "the data's solutions, the other "
-            f"objectives on sampled responses; set {fix}"
+            f"rollout.engine={config.rollout.engine} with objective.name={name}: sft trains on the "
+            f"data's solutions, the other objectives on sampled responses; set {fix}"
         )
     if config.rollout.is_sampled and config.rollout.sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and "
-            "log-probs are divided by it; "
-            "use a temperature above 0, such as 1.0 (0 is for evaluation.sampling)"
+            "log-probs are divided by it; use a temperature above 0, such as 1.0 (0 is for "
+            "evaluation.sampling)"
         )
     if config.reward is None and not is_demo:
         yield "`reward` is missing; sampled responses require a verifier: add reward.name, such as math"
@@ -342,8 +338,8 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
         yield (
             f"optimizer.warmup_updates={optimizer.warmup_updates} leaves no update for the decay: "
-            f"the run has {updates} "
-            f"(run.steps * batch.updates_per_step * batch.epochs); use less than {updates}"
+            f"the run has {updates} (run.steps * batch.updates_per_step * batch.epochs); use less "
+            f"than {updates}"
         )
 
 

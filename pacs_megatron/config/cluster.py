@@ -99,8 +99,8 @@ class ClusterConfig(Options):
         ):
             raise ValueError(
                 f"cpu_bind={self.cpu_bind} without cpus_per_task binds a rank with its driver and "
-                "workers to one core; "
-                "set cpus_per_task to the cores of a node divided by its ranks"
+                "workers to one core; set cpus_per_task to the cores of a node divided by its "
+                "ranks"
             )
         return self
 

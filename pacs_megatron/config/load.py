@@ -174,8 +174,7 @@ def _included(include: Node | None, folder: Path) -> Iterator[Path]:
         if not os.path.isfile(folder / node.value):
             raise ConfigError(
                 f"include={node.value!r}: no such file {_display(folder / node.value)}; paths are "
-                "relative to the including "
-                f"file ({node.origin})"
+                f"relative to the including file ({node.origin})"
             )
         yield folder / node.value
 

@@ -210,9 +210,8 @@ class WeightedReward(RewardWorkerOptions):
             if not low < self.label_threshold <= high:
                 raise ValueError(
                     f"reward.label_threshold={self.label_threshold:g} gives every sample the same "
-                    "label: the sum of "
-                    f"these components lies between {low:g} and {high:g}; choose a value in "
-                    "between"
+                    f"label: the sum of these components lies between {low:g} and {high:g}; choose "
+                    "a value in between"
                 )
         return self
 

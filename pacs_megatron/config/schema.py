@@ -490,7 +490,6 @@ class RunConfig(Options):
         if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(
                 f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective "
-                f"{self.objective.name} compares the "
-                "samples of a prompt; use at least 2"
+                f"{self.objective.name} compares the samples of a prompt; use at least 2"
             )
         return self

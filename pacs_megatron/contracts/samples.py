@@ -105,8 +105,7 @@ def check_request(request: SampleRequest, vocab_size: int) -> None:
     if not 0 <= worst < vocab_size:
         raise RolloutError(
             f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: "
-            "tokenizer and model do not "
-            "belong together; check model.path"
+            "tokenizer and model do not belong together; check model.path"
         )
 
 

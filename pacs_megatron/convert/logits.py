@@ -105,9 +105,8 @@ def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[s
     ):
         raise ConversionError(
             f"logits of {checkpoint} at tp={options.tp} pp={options.pp} ep={options.ep} differ "
-            f"from transformers on {hf} "
-            f"by {difference:.3g}, allowed {tolerance}; the weights or the architecture do not "
-            "match"
+            f"from transformers on {hf} by {difference:.3g}, allowed {tolerance}; the weights or "
+            "the architecture do not match"
         )
     return found
 

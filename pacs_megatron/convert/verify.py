@@ -64,8 +64,7 @@ def verify(
         certificate.logits = compare_logits(folder.path, weights.path, logits)
         summary += (
             f"; logits at tp={logits.tp} pp={logits.pp} ep={logits.ep} in {logits.dtype} differ "
-            "from transformers by at "
-            f"most {certificate.logits['max_abs_difference']:.2e}"
+            f"from transformers by at most {certificate.logits['max_abs_difference']:.2e}"
         )
     certificate.write(certificate_file)
     return f"{summary}; certificate: {certificate_file}"
@@ -87,15 +86,15 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
             if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
                 raise ConversionError(
                     f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
-                    f"differs from {_EMBEDDING}; "
-                    "set tie_word_embeddings to false if the output layer has its own weights"
+                    f"differs from {_EMBEDDING}; set tie_word_embeddings to false if the output "
+                    "layer has its own weights"
                 )
             left_out.append(name)
         else:
             raise ConversionError(
                 f"{folder.path} contains {name}, which no row of the table of family "
-                f"{table.spec.family} maps; "
-                "the checkpoint and its config.json are of different architectures"
+                f"{table.spec.family} maps; the checkpoint and its config.json are of different "
+                "architectures"
             )
     present = set(folder.names)
     for entry in table.entries:
@@ -109,8 +108,7 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
             if found != shape:
                 raise ConversionError(
                     f"{folder.path}: {name} is {list(found)}, expected {list(shape)} from "
-                    "config.json; the two are of "
-                    "different models, get another copy"
+                    "config.json; the two are of different models, get another copy"
                 )
     return left_out
 

@@ -46,8 +46,7 @@ class PromptOrder:
         if n > self._num_prompts:
             raise ConfigError(
                 f"a step needs {n} different prompts but the data set has {self._num_prompts}; "
-                "lower "
-                "batch.prompts_per_step (or admission.oversample) or use more data"
+                "lower batch.prompts_per_step (or admission.oversample) or use more data"
             )
         skipped = self._skipped
         self._skipped = []
@@ -95,8 +94,8 @@ class PromptOrder:
             if state[name] != value:
                 raise CheckpointError(
                     f"data position: the checkpoint has {name}={shown(state[name])}, this run "
-                    f"{name}={shown(value)}; use the "
-                    "same data set, chat template, tokenizer and run.seed, or start a new run"
+                    f"{name}={shown(value)}; use the same data set, chat template, tokenizer and "
+                    "run.seed, or start a new run"
                 )
         epoch, position, skipped = (state[name] for name in ("epoch", "position", "skipped"))
         if not (0 <= epoch < 2**63 and 0 <= position <= self._num_prompts):

@@ -54,9 +54,9 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     """
     if tokenizer.chat_template is None:
         raise DataError(
-            f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja "
-            "to the model folder (an "
-            "instruction-tuned model of the family has one) or use such a model"
+            f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to "
+            "the model folder (an instruction-tuned model of the family has one) or use such a "
+            "model"
         )
     columns = columns_of(dataset)
     name = dataset_name(dataset)
@@ -85,8 +85,7 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     if b"" in distinct or len(distinct) == 1 < len({prompt.problem for prompt in prompts}):
         raise DataError(
             f"{tokenizer.name_or_path}: creates prompts without the problem, such as "
-            f"{shown(prompts[0].text)}; correct "
-            "chat_template.jinja, or the tokenizer"
+            f"{shown(prompts[0].text)}; correct chat_template.jinja, or the tokenizer"
         )
     return PromptSet(
         name=name,

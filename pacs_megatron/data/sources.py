@@ -127,8 +127,7 @@ def _check_sizes(metadata: Any, path: Path) -> None:
                 found = f"{column.total_uncompressed_size} bytes in {column.num_values} values"
                 raise DataError(
                     f"{path}: column {shown(column.path_in_schema)} has {found}; at most "
-                    f"{_MAX_CELL_BYTES} bytes a value are "
-                    "read; remove the large values"
+                    f"{_MAX_CELL_BYTES} bytes a value are read; remove the large values"
                 )
 
 

@@ -140,8 +140,7 @@ class EmbeddedEngine(WeightInbox):
         if self.version is None:
             raise RolloutError(
                 "the embedded engine has no complete set of weights to sample from; finish an "
-                "update "
-                "(begin_update, put, end_update) first"
+                "update (begin_update, put, end_update) first"
             )
         vocab = int(self._model.config.vocab_size)
         seen: set[str] = set()
@@ -154,10 +153,9 @@ class EmbeddedEngine(WeightInbox):
             check_request(request, vocab)
             if len(request.token_ids) + request.params.max_response_tokens > self._max_context:
                 raise RolloutError(
-                    f"sample {request.id}: {len(request.token_ids)} prompt tokens + max_tokens="
-                    f"{request.params.max_response_tokens} exceed the model's context of "
-                    f"{self._max_context}; lower "
-                    "max_response_tokens or max_prompt_tokens"
+                    f"sample {request.id}: {len(request.token_ids)} prompt tokens + "
+                    f"max_tokens={request.params.max_response_tokens} exceed the model's context "
+                    f"of {self._max_context}; lower max_response_tokens or max_prompt_tokens"
                 )
 
     def _generate(

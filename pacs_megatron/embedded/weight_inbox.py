@@ -47,14 +47,12 @@ class WeightInbox:
         if target is None:
             raise SyncError(
                 f"weight {name} is not in the rollout model (update to version "
-                f"{self._pending_version}); "
-                f"its names look like {next(iter(self._targets))}"
+                f"{self._pending_version}); its names look like {next(iter(self._targets))}"
             )
         if target.shape != tensor.shape:
             raise SyncError(
                 f"weight {name} has shape {list(tensor.shape)}, the rollout model expects "
-                f"{list(target.shape)}; "
-                "policy and rollout must come from the same config.json"
+                f"{list(target.shape)}; policy and rollout must come from the same config.json"
             )
         self._hash.update(name, tensor)
         if source in self._filled:
@@ -62,8 +60,7 @@ class WeightInbox:
             if not torch.equal(target, tensor.to(target)):
                 raise SyncError(
                     f"weight {name} is tied to another in the rollout model, but differs from it; "
-                    "check "
-                    "tie_word_embeddings in config.json"
+                    "check tie_word_embeddings in config.json"
                 )
         else:
             with torch.no_grad():
@@ -79,8 +76,7 @@ class WeightInbox:
         if missing:
             raise SyncError(
                 f"update to version {self._pending_version} ended without {len(missing)} of "
-                f"{len(self._targets)} weights, "
-                f"the first is {missing[0]}"
+                f"{len(self._targets)} weights, the first is {missing[0]}"
             )
         own = self._hash.hexdigest()
         if own != digest:

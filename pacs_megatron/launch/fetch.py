@@ -72,8 +72,7 @@ def _check_free_space(path: str, missing: int) -> None:
     if missing > free:
         raise ConfigError(
             f"model.path={path} needs {missing / GIB:.1f} GiB more, but {cache} has "
-            f"{free / GIB:.1f} GiB free; free some "
-            "space, or set HF_HOME to another folder"
+            f"{free / GIB:.1f} GiB free; free some space, or set HF_HOME to another folder"
         )
 
 
@@ -100,9 +99,8 @@ def _named(path: str, error: Exception) -> PacsError:
     else:
         text = (
             f"{hub} is unreachable, or the download was interrupted ({type(error).__name__}: "
-            f"{reason}); run it again with "
-            "network access: complete files are kept. Set HTTPS_PROXY for a proxy, HF_ENDPOINT "
-            "for a mirror"
+            f"{reason}); run it again with network access: complete files are kept. Set "
+            "HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror"
         )
     return ConfigError(f"model.path={path}: {text}")
 

@@ -41,9 +41,8 @@ def load(home: Path) -> Any:
             from nemo_run.core.frontend.console.api import CONSOLE
     except ImportError as error:
         raise ConfigError(
-            f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, "
-            "or: sbatch "
-            "slurm/train.sbatch CONFIG"
+            f"cannot import NeMo-Run ({error}); pip install nemo-run==0.11.1 leptonai==0.27.0, or: "
+            "sbatch slurm/train.sbatch CONFIG"
         ) from None
     CONSOLE.quiet = True
     set_nemorun_home(str(home))
@@ -55,8 +54,7 @@ def check_folder(folder: Path, key: str) -> None:
     if not _SAFE_FOLDER.fullmatch(str(folder)) or RESERVED in str(folder):
         raise ConfigError(
             f"{key}: NeMo-Run writes to {str(folder)!r} without quotes; use a folder of letters, "
-            "digits and / . _ - + = @, "
-            f"without {RESERVED}, or submit by slurm/train.sbatch"
+            f"digits and / . _ - + = @, without {RESERVED}, or submit by slurm/train.sbatch"
         )
 
 

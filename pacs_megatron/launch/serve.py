@@ -68,8 +68,7 @@ def servers_here(config: RunConfig) -> int:
     if rollout.servers.count % nodes:
         raise ConfigError(
             f"rollout.servers.count={rollout.servers.count} does not divide over "
-            f"resources.{key}={nodes}; use a "
-            f"multiple of {nodes}"
+            f"resources.{key}={nodes}; use a multiple of {nodes}"
         )
     return rollout.servers.count // nodes
 
@@ -202,8 +201,7 @@ def wait_for_urls(
         if time.monotonic() > deadline:
             raise RolloutError(
                 f"SGLang servers of {len(files)} of {num_nodes} rollout nodes are up after "
-                f"{timeout_s:.0f} s "
-                f"(rollout.servers.start_timeout_s); see the logs in {folder}"
+                f"{timeout_s:.0f} s (rollout.servers.start_timeout_s); see the logs in {folder}"
             )
         code = exit_code()  # read before the files: the process writes them before it exits
         time.sleep(POLL_S)
@@ -232,9 +230,8 @@ def attach(
     if attempt is None:
         raise ConfigError(
             f"rollout.servers.colocated=true on resources.nodes={config.resources.nodes} requires "
-            f"{ATTEMPT_VARIABLE}, a "
-            "folder per attempt that all nodes share; start the run by `submit` or "
-            "slurm/train.sbatch, which set it"
+            f"{ATTEMPT_VARIABLE}, a folder per attempt that all nodes share; start the run by "
+            "`submit` or slurm/train.sbatch, which set it"
         )
     folder = Path(attempt) / "servers"
     serving: subprocess.Popen[bytes] | None = None

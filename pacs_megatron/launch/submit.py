@@ -152,8 +152,7 @@ def expand(request: Request) -> list[Job]:
     if request.convert and num_runs > 1:
         raise ConfigError(
             "--convert is for one run, not for --sweep or --seeds; convert the model once by "
-            "`pacs-megatron convert "
-            "to-megatron`, and set model.path to the result"
+            "`pacs-megatron convert to-megatron`, and set model.path to the result"
         )
     base = load_config(request.config, request.overrides).config
     if request.seeds > 1:

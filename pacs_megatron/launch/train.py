@@ -76,8 +76,8 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
         check_model_and_layout(loaded, world_size)
         raise ConfigError(
             f"resources.nodes={resources.nodes}: `train` starts ranks on one host only; use "
-            "`submit`, or sbatch "
-            f"slurm/train.sbatch {config_path} ({loaded.where('resources.nodes')})"
+            f"`submit`, or sbatch slurm/train.sbatch {config_path} "
+            f"({loaded.where('resources.nodes')})"
         )
     _check(loaded, world_size)
     check_not_locked(run_dir)

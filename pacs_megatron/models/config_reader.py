@@ -129,8 +129,8 @@ class ConfigReader:
         if window_in_use:
             raise ConversionError(
                 "config.json: sliding-window attention "
-                f"(sliding_window={self.config.get('sliding_window')!r}) "
-                f"is not supported for {self.family}; use a checkpoint with full attention"
+                f"(sliding_window={self.config.get('sliding_window')!r}) is not supported for "
+                f"{self.family}; use a checkpoint with full attention"
             )
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:

@@ -186,8 +186,7 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(
             f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: "
-            f"{', '.join(FAMILIES)} "
-            "(see docs/families.md to add a family)"
+            f"{', '.join(FAMILIES)} (see docs/families.md to add a family)"
         )
     spec = _read(FAMILIES[model_type], ConfigReader(hf_config, model_type))
     architectures = hf_config.get("architectures")

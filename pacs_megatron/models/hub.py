@@ -63,6 +63,6 @@ def model_folder(path: str, key: str = "model.path", *, local_files_only: bool =
         where = "the local cache (HF_HOME)" if local_files_only else "the hub"
         raise CheckpointError(
             f"{key}={path}: no such folder, and {where} has no such model "
-            f"({type(error).__name__}); correct the "
-            "path, or run `pacs-megatron fetch` on a machine with network"
+            f"({type(error).__name__}); correct the path, or run `pacs-megatron fetch` on a "
+            "machine with network"
         ) from error

@@ -65,10 +65,8 @@ def _layout(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[st
     if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and {model_name}, a "
-            "mixture-of-experts "
-            "model, which requires parallel.sequence_parallel=true (Megatron's experts expect "
-            "tokens sharded over the "
-            "tensor-parallel ranks); set it"
+            "mixture-of-experts model, which requires parallel.sequence_parallel=true (Megatron's "
+            "experts expect tokens sharded over the tensor-parallel ranks); set it"
         )
     if moe is not None and moe.num_experts % parallel.ep:
         yield (
@@ -99,9 +97,8 @@ def _fp8_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator
     if wrong:
         yield (
             f"precision.fp8 needs multiples of 16 on every tensor-parallel rank, but {model_name} "
-            f"has {' and '.join(wrong)} "
-            f"with parallel.tp={tp}; {'lower parallel.tp or ' if tp > 1 else ''}remove "
-            "precision.fp8"
+            f"has {' and '.join(wrong)} with parallel.tp={tp}; "
+            f"{'lower parallel.tp or ' if tp > 1 else ''}remove precision.fp8"
         )
     gathers_blocks = fp8.recipe == "blockwise" and config.parallel.sequence_parallel
     multiple = 128 if gathers_blocks else 16

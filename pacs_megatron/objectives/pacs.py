@@ -116,9 +116,8 @@ class PacsOptions(ReferenceOptions):
         if self.actor_term > 0 and updates_per_step > 1:
             raise ValueError(
                 f"objective.actor_term={self.actor_term} needs one update a step, got "
-                f"{updates_per_step} "
-                "(batch.updates_per_step * batch.epochs): later updates are off-policy; use "
-                "actor_term 0, or 1 for both"
+                f"{updates_per_step} (batch.updates_per_step * batch.epochs): later updates are "
+                "off-policy; use actor_term 0, or 1 for both"
             )
 
 
@@ -275,9 +274,8 @@ class Pacs(Objective, options=PacsOptions):
             first = min(bad, key=lambda row: facts.ids[row])
             raise NonFiniteError(
                 f"reward proxy of sample {facts.ids[first]} is {float(proxy[first])} ({len(bad)} "
-                f"of {size} samples); "
-                "expected finite log-probs; no weight was changed; look at the sample in "
-                "rollouts/ and at precision.dtype"
+                f"of {size} samples); expected finite log-probs; no weight was changed; look at "
+                "the sample in rollouts/ and at precision.dtype"
             )
         return proxy
 

@@ -78,8 +78,8 @@ class PpoOptions(TokenMeanOptions, ClippedOptions):
         if self.kl_in == "reward" and self.kl_estimator != "k1":
             raise ValueError(
                 f"objective.kl_estimator={self.kl_estimator} with kl_in=reward does not go with "
-                "objective.name=ppo: only k1 "
-                "is an unbiased estimate of each token's KL; use k1, or kl_in=loss"
+                "objective.name=ppo: only k1 is an unbiased estimate of each token's KL; use k1, "
+                "or kl_in=loss"
             )
         return self
 

@@ -45,8 +45,7 @@ class WReinforceOptions(ClippedOptions):
         if self.kl_in == "reward":
             raise ValueError(
                 "objective.kl_in=reward does not go with objective.name=w_reinforce: its "
-                "advantages are the labels', no "
-                "reward enters; use kl_in=loss"
+                "advantages are the labels', no reward enters; use kl_in=loss"
             )
         return self
 

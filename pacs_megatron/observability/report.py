@@ -42,26 +42,21 @@ _GUIDES = {
     "Learning": (
         "pacs/residual_mean",
         "reward is the share of right answers among the step's samples. pass@k is the share of "
-        "held-out problems with a "
-        "right answer in k draws. The distance to the label is 0.5 where ψ = 0, so also in the "
-        "first update of a step whose "
-        "reference is the step-start policy. It falls below 0.5 when an update separates right "
-        "from wrong answers.",
+        "held-out problems with a right answer in k draws. The distance to the label is 0.5 where "
+        "ψ = 0, so also in the first update of a step whose reference is the step-start policy. It "
+        "falls below 0.5 when an update separates right from wrong answers.",
     ),
     "Optimization": (
         "pacs/residual_mean",
-        "With weighting `question` the loss is log 2 = 0.693 where every ψ = 0, and falls below "
-        "it when ψ has the sign of "
-        "the label. Both curves are means over the updates of a step.",
+        "With weighting `question` the loss is log 2 = 0.693 where every ψ = 0, and falls below it "
+        "when ψ has the sign of the label. Both curves are means over the updates of a step.",
     ),
     "Scores": (
         "pacs/psi_mean_pos",
         "ψ compares the log-ratio of a response to the reference with the log-ratios of its "
-        "siblings. PACS classifies the "
-        "label by σ(ψ), so ψ of right answers (pos) should be above 0 and ψ of wrong ones (neg) "
-        "below. In a group of one "
-        "class ψ separates nothing. The share of such groups rises during training, and the "
-        "curves return to 0.",
+        "siblings. PACS classifies the label by σ(ψ), so ψ of right answers (pos) should be above "
+        "0 and ψ of wrong ones (neg) below. In a group of one class ψ separates nothing. The share "
+        "of such groups rises during training, and the curves return to 0.",
     ),
 }
 """Section -> (metric, text that explains the section's charts in a run with this metric)"""
@@ -286,8 +281,8 @@ def _sample(record: Mapping[str, Any], path: Path) -> str:
     }
     return (
         '<details class="card sample"><summary><span '
-        f'class="{f"verdict {kind}".strip()}">{word}</span>'
-        f'<span class="id">{safe_text(str(record["id"]))}</span><span '
+        f'class="{f"verdict {kind}".strip()}">{word}</span><span '
+        f'class="id">{safe_text(str(record["id"]))}</span><span '
         f'class="soft">{safe_text(facts)}</span></summary>'
         + "".join(f"<h3>{title}</h3><pre>{_cut(str(text))}</pre>" for title, text in texts.items())
         + "</details>"

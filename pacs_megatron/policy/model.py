@@ -337,8 +337,7 @@ def transformer_config(
         if machine.transformer_engine is None and without_te:
             raise ConfigError(
                 f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer "
-                "Engine, which is not "
-                "installed; remove it, or install transformer-engine 2.11"
+                "Engine, which is not installed; remove it, or install transformer-engine 2.11"
             )
     arguments |= precision.megatron_arguments(options, machine)
     arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)

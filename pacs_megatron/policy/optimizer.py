@@ -188,10 +188,9 @@ class Optimizer:
         norm = float(self.megatron.get_grad_norm())
         if found_inf or not math.isfinite(norm):
             raise NonFiniteError(
-                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was "
-                "changed; check the last "
-                "rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, or train in "
-                "fp32 to find the cause"
+                f"gradient norm is {norm} at update {self.num_updates + 1}; no weight was changed; "
+                "check the last rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, "
+                "or train in fp32 to find the cause"
             )
         self.schedule.step(increment=1)
         if self.clips(norm):

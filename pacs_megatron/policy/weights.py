@@ -158,9 +158,8 @@ def pin(buffer: Tensor, purpose: str) -> None:
     if int(error) != 0:
         raise PacsError(
             f"{purpose}: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA "
-            f"error {int(error)}); `plan` "
-            "lists the host memory of a rank. Use policy.offload=none, or an objective without a "
-            "frozen reference"
+            f"error {int(error)}); `plan` lists the host memory of a rank. Use "
+            "policy.offload=none, or an objective without a frozen reference"
         )
 
 

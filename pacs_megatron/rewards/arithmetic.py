@@ -47,8 +47,7 @@ def judge(prompt: Prompt, response: str) -> float:
     if gold is None:
         raise RewardError(
             f"reward.name=arithmetic: gold answer {prompt.answer!r} of prompt {prompt.id} is not "
-            "an integer, "
-            "fraction or decimal; use reward.name=math or correct the data"
+            "an integer, fraction or decimal; use reward.name=math or correct the data"
         )
     boxed = last_boxed(response)
     return 0.0 if boxed is None else float(parse_number(boxed) == gold)

@@ -89,8 +89,8 @@ def read_tests(prompt: Prompt) -> Tests:
         reason = f"{type(error).__name__}: {error}"
     raise RewardError(
         f"reward.name=code: the tests (answer) of prompt {prompt.id} are malformed ({reason}); "
-        "expected a JSON object with "
-        "inputs, outputs and fn_name, as APPS' input_output; correct or remove the row"
+        "expected a JSON object with inputs, outputs and fn_name, as APPS' input_output; correct "
+        "or remove the row"
     )
 
 

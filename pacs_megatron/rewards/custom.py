@@ -58,8 +58,7 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
     except BaseException as error:  # the user's module runs here and may raise anything
         raise ConfigError(
             f"reward.function={function!r}: importing {file or where} raised {describe(error)}; "
-            "the reward workers must be "
-            "able to import it"
+            "the reward workers must be able to import it"
         ) from error
     if not hasattr(module, attribute):
         raise ConfigError(

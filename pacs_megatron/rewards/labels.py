@@ -57,9 +57,8 @@ def check_failures(
     """
     if len(failures) > max_failure_frac * num_samples:
         raise RewardError(
-            f"{len(failures)} of {num_samples} samples of this step could not be judged "
-            f"(share {len(failures) / num_samples:.3f}, "
-            f"reward.max_failure_frac={max_failure_frac}); "
+            f"{len(failures)} of {num_samples} samples of this step could not be judged (share "
+            f"{len(failures) / num_samples:.3f}, reward.max_failure_frac={max_failure_frac}); "
             f"first reason: {next(iter(failures))}; correct the data or the reward, or raise "
             f"reward.timeout_s{then}"
         )

@@ -37,8 +37,7 @@ def last_box(prompt: Prompt, response: str) -> float:
     if not gold:
         raise RewardError(
             f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX "
-            "that math-verify can "
-            "parse; correct or remove the row"
+            "that math-verify can parse; correct or remove the row"
         )
     boxed = last_boxed(response)
     if not boxed or _other_base(prompt.answer, boxed):

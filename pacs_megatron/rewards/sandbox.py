@@ -56,14 +56,12 @@ _SYSTEM_CALLS = {
     "x86_64": (
         *(0xC000003E, 435, 56),
         "319 447 29 30 31 64 68 240 425 323 101 310 311 438 272 308 165 166 155 428 429 430 431 "
-        "432 442 248 249 250 321 298 246 "
-        "320 175 313 304",
+        "432 442 248 249 250 321 298 246 320 175 313 304",
     ),
     "aarch64": (
         *(0xC00000B7, 435, 220),
         "279 447 194 195 196 190 186 180 425 282 117 270 271 438 97 268 40 39 41 428 429 430 431 "
-        "432 442 217 218 219 280 241 104 "
-        "294 105 273 265",
+        "432 442 217 218 219 280 241 104 294 105 273 265",
     ),
 }
 
@@ -94,8 +92,8 @@ def check(sandbox: str) -> None:
     if problem is not None:
         raise ConfigError(
             f"reward.sandbox={sandbox} does not work on this host: {problem}; install it or allow "
-            "user namespaces, or set "
-            f"reward.sandbox=none, with which programs of the policy can {_NOT_ISOLATED}"
+            "user namespaces, or set reward.sandbox=none, with which programs of the policy can "
+            f"{_NOT_ISOLATED}"
         )
 
 

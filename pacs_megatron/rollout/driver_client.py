@@ -151,8 +151,8 @@ class DriverClient:
                     self.is_lost = True
                     raise errors.RolloutError(
                         f"waited {waited_s:.0f} s {self._described} "
-                        f"(parallel.control_timeout_s={self._timeout_s:g}); see "
-                        "logs/driver.log in the run's folder"
+                        f"(parallel.control_timeout_s={self._timeout_s:g}); see logs/driver.log in "
+                        "the run's folder"
                     )
                 if on_wait is not None:
                     on_wait()

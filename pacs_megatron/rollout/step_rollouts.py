@@ -154,8 +154,7 @@ def rollouts_from_message(
         if missing:
             raise CheckpointError(
                 f"the checkpoint's rollout buffer has samples of prompt {missing[0]}, which the "
-                "data no longer has; use the "
-                "same data, or start a new run"
+                "data no longer has; use the same data, or start a new run"
             )
         found = samples[start : start + saved["samples"]]
         for sample in found:
@@ -218,9 +217,8 @@ class SentWeights:
         unknown = {span.digest for span in sample.spans} - self._step_of.keys()
         if unknown:
             raise RolloutError(
-                f"sample {sample.id} comes from weights with digest {min(unknown)}, which this "
-                "run never sent; restart "
-                "the rollout servers"
+                f"sample {sample.id} comes from weights with digest {min(unknown)}, which this run "
+                "never sent; restart the rollout servers"
             )
 
     def staleness(self, sample: Sample, step: int) -> int:

@@ -103,8 +103,7 @@ class TrainData:
             if not prompt.solution:
                 raise DataError(
                     f"{self._config.data.train.path}: prompt {prompt.id} has no solution to train "
-                    "on; name the column "
-                    "with data.train.columns.solution"
+                    "on; name the column with data.train.columns.solution"
                 )
             [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)
             if len(ids) < limit:

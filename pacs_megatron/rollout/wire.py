@@ -87,8 +87,7 @@ class Connection:
         except TimeoutError as error:
             raise RolloutError(
                 f"the {self._peer} stopped in the middle of a message for "
-                f"{self._sock.gettimeout():g} s; see its log in "
-                "the run's folder"
+                f"{self._sock.gettimeout():g} s; see its log in the run's folder"
             ) from error
         except OSError as error:
             raise RolloutError(

@@ -41,8 +41,7 @@ def sync(run: RunContext, step: int) -> None:
                 # saved.
                 raise PacsError(
                     f"rank 0 exported weights with digest {first}, rank {run.rank.rank} exported "
-                    f"{digest}: the replicas have "
-                    "drifted apart; resume from the last checkpoint"
+                    f"{digest}: the replicas have drifted apart; resume from the last checkpoint"
                 )
 
         def set_current() -> None:

@@ -247,11 +247,10 @@ class Campaign:
                 f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz012345"
             )  # SGLang allows 32
             values.append(
-                f"rollout={{engine: sglang, urls: ['http://127.0.0.1:{server.port}'], dtype: "
-                "bf16, probe_interval_s: 0.3, "
-                "dead_after_s: 3, all_down_after_s: 600, sync: {transport: disk, verify: 'off', "
-                "pause: in_place}, "
-                f"sampling: {{max_response_tokens: 12, stop: [{stop}]}}}}"
+                f"rollout={{engine: sglang, urls: ['http://127.0.0.1:{server.port}'], dtype: bf16, "
+                "probe_interval_s: 0.3, dead_after_s: 3, all_down_after_s: 600, sync: "
+                "{transport: disk, verify: 'off', pause: in_place}, sampling: "
+                f"{{max_response_tokens: 12, stop: [{stop}]}}}}"
             )
         return Attempt([str(config), *values], 1 if layout == "one" else 2, folder / "output.log")
 

@@ -47,8 +47,7 @@ class ExpectedChecksums:
         if tp > 1 and dims.num_kv_heads % tp and tp % dims.num_kv_heads:
             raise SyncError(
                 f"sync.verify: neither of tp={tp} and {dims.num_kv_heads} key-value heads divides "
-                "the other; "
-                "use verify=off"
+                "the other; use verify=off"
             )
         self._dims = dims
         self._tp = tp
@@ -144,8 +143,8 @@ def compare(
     if num_ranks != {len(got)}:
         raise SyncError(
             f"{url}: checksums of {len(got)} ranks, expected "
-            f"{sorted(num_ranks) or 'some parameters'}; "
-            "sync.verify supports servers with tensor parallelism only, use verify=off with others"
+            f"{sorted(num_ranks) or 'some parameters'}; sync.verify supports servers with tensor "
+            "parallelism only, use verify=off with others"
         )
     for rank, reported in enumerate(got):
         for name, hashes in expected.items():

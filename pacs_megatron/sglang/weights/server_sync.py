@@ -240,9 +240,8 @@ class ServerSync:
         reported = api.weight_version()
         if reported != mark:
             raise RolloutError(
-                f"{api.url} reports weights {reported!r} at the end of the update to {version}: "
-                "it was restarted meanwhile, "
-                "or another run updates it"
+                f"{api.url} reports weights {reported!r} at the end of the update to {version}: it "
+                "was restarted meanwhile, or another run updates it"
             )
         api.set_weight_version(str(WeightVersion(version, digest)))
         try:

@@ -275,8 +275,7 @@ class BroadcastTransport(Transport):
         )
         return (
             f"; the trainer has NCCL {ours} (torch {torch.__version__}), {servers}; use one torch "
-            "on both sides, or "
-            "rollout.sync.transport=disk"
+            "on both sides, or rollout.sync.transport=disk"
         )
 
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
@@ -316,8 +315,7 @@ class BroadcastTransport(Transport):
         except (OSError, RuntimeError) as error:
             raise SyncError(
                 f"rollout.sync.host={self._host}: not an address of this host that can listen "
-                f"({error}); set one that "
-                "servers can reach"
+                f"({error}); set one that servers can reach"
             ) from error
         body = {
             "master_address": self._host,
@@ -380,8 +378,8 @@ class IpcTransport(Transport):
         except RuntimeError as error:
             raise SyncError(
                 f"rollout.sync.transport=ipc: cannot share a bucket of {bucket.num_bytes} bytes: "
-                f"{error}; "
-                "enlarge /dev/shm (containers often have 64 MB), or lower rollout.sync.bucket_mib"
+                f"{error}; enlarge /dev/shm (containers often have 64 MB), or lower "
+                "rollout.sync.bucket_mib"
             ) from error
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:

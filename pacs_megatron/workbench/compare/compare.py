@@ -95,10 +95,8 @@ class Comparison:
             verdict = "significant" if p < 0.05 else "not significant"
             found.append(
                 f"A run of {x} is better than one of {y} with probability {chance.value:.2f} "
-                f"[{chance.low:.2f}, "
-                f"{chance.high:.2f}]. The difference in the mean score is {verdict} (p = {p:.2g} "
-                "by permutation of seeds, "
-                f"at least {fewest} seeds each)."
+                f"[{chance.low:.2f}, {chance.high:.2f}]. The difference in the mean score is "
+                f"{verdict} (p = {p:.2g} by permutation of seeds, at least {fewest} seeds each)."
             )
         return found
 

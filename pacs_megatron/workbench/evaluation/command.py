@@ -229,8 +229,8 @@ class _Evaluation:
             if missing:
                 raise ConfigError(
                     f"--rejudge: {samples.path} does not have all samples of these weights and "
-                    "settings; first finish the "
-                    "evaluation without --rejudge, with the reward of the existing samples"
+                    "settings; first finish the evaluation without --rejudge, with the reward of "
+                    "the existing samples"
                 )
             assert self.config.reward is not None
             samples.rejudge(self.judge, self.config.reward.max_failure_frac)

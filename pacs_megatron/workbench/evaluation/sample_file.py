@@ -109,8 +109,7 @@ class SampleFile(Closing):
             if (before := self._judged_by.get(key)) != (now := own.get(key)):
                 raise ConfigError(
                     f"{self.path}: judged with {key}={before}, the configuration has {now}; pass "
-                    "--rejudge to judge "
-                    "these samples again"
+                    "--rejudge to judge these samples again"
                 )
 
     def append(self, sample: Sample, seed: int, text: str) -> None:

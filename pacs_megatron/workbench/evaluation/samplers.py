@@ -56,8 +56,7 @@ def push_folder(
             ):
                 raise CheckpointError(
                     f"{folder.path}: {name} was altered since the export (its digest is not that "
-                    f"of {CERTIFICATE_NAME}); "
-                    "export again, or pass --no-verify"
+                    f"of {CERTIFICATE_NAME}); export again, or pass --no-verify"
                 )
             yield name, tensor
 

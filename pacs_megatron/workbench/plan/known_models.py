@@ -103,7 +103,7 @@ def need_config(model_path: str, where: str) -> Mapping[str, Any]:
     if config is None:
         raise ConfigError(
             f"model.path={model_path}: no folder with a config.json, and none of "
-            f"{', '.join(KNOWN_MODELS)}; run "
-            f"`pacs-megatron fetch` on a machine with network first ({where})"
+            f"{', '.join(KNOWN_MODELS)}; run `pacs-megatron fetch` on a machine with network first "
+            f"({where})"
         )
     return config

@@ -401,9 +401,8 @@ def _time_lines(plan: Plan) -> list[str]:
         f"  {plan.step_s:9.1f} s  {together}, {low:.1f} to {high:.1f} s: {rate:,.0f} tokens/s a "
         "GPU",
         f"the run, {plan.config.run.steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} "
-        "GPU-hours "
-        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come "
-        "on top)",
+        "GPU-hours (efficiencies are assumed, not measured on several GPUs; checkpoints and "
+        "evaluation come on top)",
     ]
 
 
@@ -436,9 +435,8 @@ def _disk_lines(plan: Plan) -> list[str]:
         "(checkpoint.keep_last="
         f"{plan.config.checkpoint.keep_last}, one being written{middle}) and the export: "
         f"{_gib(plan.disk_bytes)}",
-        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} "
-        "on rank 0 and in the "
-        "driver each",
+        f"host memory for a step's samples: at most {_gib(memory.host_step_bytes(plan.config))} on "
+        "rank 0 and in the driver each",
     ]
     if host := plan.host_bytes_per_rank:
         lines.append(

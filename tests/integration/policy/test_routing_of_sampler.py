@@ -69,8 +69,7 @@ def encoded(routes: np.ndarray) -> str:
 def sglang(server: RoutedSglang, routing: str = "replay_sampler") -> tuple[str, ...]:
     rollout = (
         f"{{engine: sglang, urls: ['{server.url}'], dtype: bf16, retries: 1, sync: {{transport: "
-        f"disk, verify: 'off'}}, "
-        "sampling: {max_response_tokens: 12, stop: ['a', 'b']}}"
+        "disk, verify: 'off'}, sampling: {max_response_tokens: 12, stop: ['a', 'b']}}"
     )
     return (f"rollout={rollout}", f"policy.routing={routing}")
 

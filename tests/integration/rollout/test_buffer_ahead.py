@@ -67,9 +67,8 @@ def start(
     config = write_tiny_run(folder, model)
     rollout = (
         f"{{engine: sglang, urls: ['{url}'], max_staleness: {max_staleness}, sampling: "
-        f"{{max_response_tokens: 48}}, probe_interval_s: 0.2, "
-        "dead_after_s: 2.0, all_down_after_s: 3.0, sync: {transport: disk, verify: 'off', pause: "
-        "in_place, timeout_s: 5.0}}"
+        "{max_response_tokens: 48}, probe_interval_s: 0.2, dead_after_s: 2.0, all_down_after_s: "
+        "3.0, sync: {transport: disk, verify: 'off', pause: in_place, timeout_s: 5.0}}"
     )
     values = (
         f"run.steps={STEPS}",

@@ -49,9 +49,8 @@ def start(folder: Path, model: Path, url: str, **changes: Any) -> subprocess.Pop
     options = {"sync": "{transport: disk, verify: 'off', pause: in_place}"} | changes
     rollout = (
         f"{{engine: sglang, urls: ['{url}'], dtype: bf16, max_staleness: "
-        f"{options['max_staleness']}, sync: {options['sync']}, "
-        f"probe_interval_s: 0.3, sampling: {{max_response_tokens: {options['tokens']}, stop: "
-        f"['a', 'b']}}}}"
+        f"{options['max_staleness']}, sync: {options['sync']}, probe_interval_s: 0.3, sampling: "
+        f"{{max_response_tokens: {options['tokens']}, stop: ['a', 'b']}}}}"
     )
     benchmark = (
         f"{{path: {folder}/test.jsonl, name: test, columns: {{problem: problem, answer: answer}}}}"

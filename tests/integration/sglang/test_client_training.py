@@ -33,8 +33,8 @@ def test_training_through_the_real_server(lab: Lab, tmp_path: Path, transport: s
     overrides = (
         f"run.steps={STEPS}",
         f"rollout={{engine: sglang, urls: ['{lab.url}'], dtype: bf16, sampling: "
-        f"{{max_response_tokens: 12, stop: {STOP}}}, "
-        f"sync: {{transport: {transport}, verify: full}}}}",
+        f"{{max_response_tokens: 12, stop: {STOP}}}, sync: {{transport: {transport}, verify: "
+        "full}}",
         "checkpoint.every=null",
         "batch.prompts_per_step=8",
         "mismatch.max_abs_mean=0.2",

@@ -42,10 +42,9 @@ def test_a_real_server_returns_the_experts_that_training_replays(tmp_path: Path)
         moe_intermediate_size=32,
     )
     rollout = (
-        f"{{engine: sglang, servers: {{python: ['{SGLANG_PYTHON}'], device: cpu, "
-        f"max_total_tokens: 16384}}, dtype: fp32, "
-        "sync: {transport: disk, verify: full}, sampling: {max_response_tokens: 12, stop: ['a', "
-        "'b']}}"
+        f"{{engine: sglang, servers: {{python: ['{SGLANG_PYTHON}'], device: cpu, max_total_tokens: "
+        "16384}, dtype: fp32, sync: {transport: disk, verify: full}, sampling: "
+        "{max_response_tokens: 12, stop: ['a', 'b']}}"
     )
     layout = ("parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true")
     options = (

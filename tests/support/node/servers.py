@@ -59,11 +59,10 @@ def mismatch(own: str, other: str) -> str:
     )
     return (
         "Failed to receive weights: NCCL error in: "
-        "/pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage "
-        f"(run with NCCL_DEBUG=WARN for details), NCCL version {own}\nncclInvalidUsage: This "
-        "usually reflects invalid usage "
-        "of NCCL library.\nLast error:\nMismatched NCCL version detected : rank 0 version "
-        f"{other_code} rank 1 version {code}"
+        "/pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with "
+        f"NCCL_DEBUG=WARN for details), NCCL version {own}\nncclInvalidUsage: This usually "
+        "reflects invalid usage of NCCL library.\nLast error:\nMismatched NCCL version detected : "
+        f"rank 0 version {other_code} rank 1 version {code}"
     )
 
 

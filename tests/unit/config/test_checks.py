@@ -34,8 +34,7 @@ SERVERS = [
 ]
 AHEAD = [
     "rollout={engine: sglang, max_staleness: 1, urls: ['http://127.0.0.1:1'], sampling: "
-    "{max_response_tokens: 512}, "
-    "sync: {transport: disk}}"
+    "{max_response_tokens: 512}, sync: {transport: disk}}"
 ]
 
 

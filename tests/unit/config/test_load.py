@@ -133,8 +133,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (
             ["objective.gamma=0.9"],
             "unknown key `objective.gamma`; it belongs to objective.name=ppo, and "
-            "objective.name=pacs does not use it; "
-            "remove the key (override)",
+            "objective.name=pacs does not use it; remove the key (override)",
         ),
         (
             ["run.steps='3'"],

@@ -106,8 +106,7 @@ def test_the_log_line_lists_used_and_missing_capabilities() -> None:
     line = precision.describe(fp8("delayed"), H100)
     assert line == (
         "precision bf16, fp8 delayed/hybrid; using Transformer Engine 2.11, FusedAdam of "
-        "Transformer Engine; "
-        "missing: NVIDIA Apex"
+        "Transformer Engine; missing: NVIDIA Apex"
     )
     assert "no CUDA" in precision.describe(PrecisionOptions(dtype="fp32"), CPU)
     assert "attention has no fp32" in precision.describe(PrecisionOptions(dtype="fp32"), H100)

@@ -15,7 +15,6 @@ import pytest
 from tests.support.studies import finish, short_study, start
 
 
-
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_killed_and_resumed_gives_the_same_tables(tmp_path: Path) -> None:
