@@ -191,8 +191,7 @@ class Entry:
         if self.expert is not None:
             return prefix + name.replace(f"local_experts.{self.expert}.", "experts.")
         # Both layer specs save norms under Transformer Engine's names, so each loads the other's
-        # checkpoint. With
-        # experts, no linear layer follows the second norm, so it is not fused.
+        # checkpoint. With experts, no linear layer follows the second norm, so it is not fused.
         for te_name, local_name in TE_LAYER_NAMES.items():
             if name == local_name and not ("experts" in self.sizes and te_name.startswith("mlp.")):
                 return prefix + te_name

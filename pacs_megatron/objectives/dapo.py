@@ -7,11 +7,9 @@ l = -min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A) per token, mean over all tokens 
 mean) / s in the group (equation 9), no KL term. Equation 13 adds to R
     overlong_penalty * min(0, (overlong_length - overlong_buffer - |o|) / overlong_buffer),
 but at least -overlong_penalty. verl's reward_manager/dapo.py has no lower bound, which gives the
-same value because
-responses end at overlong_length. The paper uses overlong_length = 20480, overlong_buffer = 4096,
-and rewards of 1 and
--1 with a punishment of up to 1. This project's rewards are 1 and 0, so the same A needs 0.5, the
-default.
+same value because responses end at overlong_length. The paper uses overlong_length = 20480,
+overlong_buffer = 4096, and rewards of 1 and -1 with a punishment of up to 1. This project's rewards
+are 1 and 0, so the same A needs 0.5, the default.
 
 Dynamic sampling replaces groups of one class before the update. Its options are
 `admission.drop_one_class_groups` and `admission.refill_rounds`.

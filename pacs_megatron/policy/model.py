@@ -91,10 +91,8 @@ def with_fp32_output(norm: type) -> type:
 
 
 # Context parallelism splits every packed sequence over the ranks in Transformer Engine's order. A
-# sequence of length L (a
-# multiple of 2 cp) is split into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r, so causal
-# attention costs every rank the
-# same.
+# sequence of length L (a multiple of 2 cp) is split into 2 cp chunks; rank r has chunks r and 2 cp
+# - 1 - r, so causal attention costs every rank the same.
 def zigzag_index(bounds: Sequence[int], cp: int) -> Tensor:
     """int64 [cp, t / cp]: positions of each rank, in its local order, of sequences with bounds [n +
     1].
@@ -323,8 +321,7 @@ def transformer_config(
         }
     if parallel.vpp is not None:
         # The interleaved schedule's batched exchange mismatches sends and receives if both
-        # neighbours are the same rank
-        # (pp = 2). One direction at a time works for any pp.
+        # neighbours are the same rank (pp = 2). One direction at a time works for any pp.
         arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     recompute = parallel.recompute
     if recompute.granularity != "none":
@@ -430,8 +427,8 @@ def build_chunks(
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # Megatron's output layer rejects the fused weight gradient without Apex's kernel. This layer
-    # computes no gradient,
-    # because the head reads its weight. Transformer Engine's layers have their own kernel.
+    # computes no gradient, because the head reads its weight. Transformer Engine's layers have
+    # their own kernel.
     layers._grad_accum_fusion_available = True
     chunks: list[torch.nn.Module] = []
     vpp = config.virtual_pipeline_model_parallel_size

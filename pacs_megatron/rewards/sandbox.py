@@ -48,10 +48,9 @@ filter can read.
 _NAMESPACES = 0x7E020080
 """The clone flags CLONE_NEW*"""
 # Architecture, clone3, clone, and system calls that no program of a test needs: memory outside the
-# limits (memfd_create,
-# memfd_secret, System V, message queues, io_uring, userfaultfd), other processes (ptrace,
-# process_vm_*, pidfd_getfd),
-# namespaces and mounts, keys, and kernel interfaces (bpf, perf, kexec, modules, open_by_handle_at).
+# limits (memfd_create, memfd_secret, System V, message queues, io_uring, userfaultfd), other
+# processes (ptrace, process_vm_*, pidfd_getfd), namespaces and mounts, keys, and kernel interfaces
+# (bpf, perf, kexec, modules, open_by_handle_at).
 _SYSTEM_CALLS = {
     "x86_64": (
         *(0xC000003E, 435, 56),
@@ -125,8 +124,7 @@ def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[s
     """
     isolated = sandbox != "none"
     # Every worker has its own user, because the kernel counts processes by user. Root only; others
-    # use a user
-    # namespace.
+    # use a user namespace.
     uid = 60_000 + os.getpid() % 5_000 if isolated and os.geteuid() == 0 else None
     memory_bytes = int(limits.memory_gib * 2**30)
     job = {**program._asdict(), "uid": uid, "isolated": isolated}

@@ -194,9 +194,8 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
     started = int(record["server_start"])
     leader_started = start_ticks(group)
     # The kernel does not reuse the number of a live group for a new process. If the leader no
-    # longer exists, the members are
-    # ours unless the number was reused by a group that also left orphans: the start times separate
-    # the two.
+    # longer exists, the members are ours unless the number was reused by a group that also left
+    # orphans: the start times separate the two.
     left: list[int] = []
     if leader_started is None or leader_started == started:
         left = [pid for pid in sglang_guard.members(group) if (start_ticks(pid) or 0) >= started]

@@ -28,9 +28,8 @@ WANTED = 2
 SIBLINGS = 4
 PROMPTS = 90
 # Of four prompts in the order of the data, three have label 1 for every response; the fourth
-# depends on the text. So three
-# prompts, the first round, never have two groups of both classes. Truncated responses are judged
-# too.
+# depends on the text. So three prompts, the first round, never have two groups of both classes.
+# Truncated responses are judged too.
 REWARD = """import time
 
 

@@ -92,8 +92,7 @@ def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gone(pids) and is_free(url) and not store.exists()
 
     # kill -9 of everything that could still clean up, the guard too. What is left of the server
-    # then, if anything (the
-    # children of SGLang 0.5.23 mostly notice), the next start ends.
+    # then, if anything (the children of SGLang 0.5.23 mostly notice), the next start ends.
     run.start()
     run.until_step(run.last_step() + 2, START_S)
     pids, _, of_killed = servers(run)

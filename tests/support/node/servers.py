@@ -107,30 +107,23 @@ class GpuServer(WeightServer):
     """A server on some of the node's GPUs.
 
     - It sees the GPUs in `visible` only, and looks up a handle's UUID among them
-      (utils/patch_torch.py:84-92). For another
-      UUID the scheduler raises, logs and ends the server (managers/scheduler.py,
-      run_scheduler_process: SIGQUIT to the
-      parent).
+      (utils/patch_torch.py:84-92). For another UUID the scheduler raises, logs and ends the server
+      (managers/scheduler.py, run_scheduler_process: SIGQUIT to the parent).
     - Each tensor-parallel rank reads its own entry of `serialized_named_tensors`; reading another
-      rank's breaks the
-      producer's count of readers (managers/tp_worker.py:194).
+      rank's breaks the producer's count of readers (managers/tp_worker.py:194).
     - Each tensor-parallel rank joins a broadcast group at `rank_offset` plus its own rank and
-      receives every whole bucket
-      (model_executor/model_runner_components/weight_updater.py:100-143 and 248-258).
+      receives every whole bucket (model_executor/model_runner_components/weight_updater.py:100-143
+      and 248-258).
     - NCCL compares the versions of all ranks when a group connects, in its first broadcast (its
-      src/init.cc,
-      initTransportsRank: "Mismatched NCCL version detected"); the scheduler catches torch's error
-          and responds with it
-      (managers/scheduler_components/weight_updater.py:200-211).
+      src/init.cc, initTransportsRank: "Mismatched NCCL version detected"); the scheduler catches
+      torch's error and responds with it (managers/scheduler_components/weight_updater.py:200-211).
     - KV cache = free after loading - free before loading * (1 - mem_fraction)
       (mem_cache/kv_cache_configurator.py:3007).
       Nothing left: ValueError at the start (the same file, 3051).
     - Release and resume change what it occupies, and released weights are lost; a failed resume
-      ends it
-      (torch_memory_saver).
+      ends it (torch_memory_saver).
     - Checksums are of fused parameters, per tensor-parallel rank (utils/weight_checker.py), by the
-      rules that the real
-      server is tested against (tests/integration/sglang/test_sync.py).
+      rules that the real server is tested against (tests/integration/sglang/test_sync.py).
     """
 
     def __init__(

@@ -20,8 +20,7 @@ from pacs_megatron.config.schema import (
 from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
 # adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns
-# rounding noise of a zero
-# gradient into a full step, so that two correct implementations differ.
+# rounding noise of a zero gradient into a full step, so that two correct implementations differ.
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-3}
 CLIP_GRAD = 1.0
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pacs_megatron.errors import CheckpointError, DataError
 from pacs_megatron.runtime.files import complete_lines, parse_lines, read_rows
 from pacs_megatron.runtime.json_reader import (
-    MAX_DEPTH,
-    MAX_DIGITS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_DIGITS,
     parse_json,
     read_lines,
     read_object,
@@ -27,9 +27,12 @@ REFUSED = {
     "text_after_value": ('{"a": 1} x', "text after the JSON value ('x')"),
     "second_value": ("[1]\n[2]", "f.json:2: text after the JSON value"),
     "repeated_key": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is repeated"),
-    "deep_list": ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested deeper than 64 levels"),
+    "deep_list": (
+        "[" * (MAX_JSON_DEPTH + 1) + "]" * (MAX_JSON_DEPTH + 1),
+        "nested deeper than 64 levels",
+    ),
     "deep_object": ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested deeper than 64 levels"),
-    "long_integer": ("1" * (MAX_DIGITS + 1), "a number of 301 characters"),
+    "long_integer": ("1" * (MAX_JSON_DIGITS + 1), "a number of 301 characters"),
     "long_fraction": ("0." + "1" * 5000, "a number of 5002 characters"),
     "overflow": ("1e400", "too large for a 64-bit float"),
     "nan": ('{"a": NaN}', "NaN is no JSON number"),
@@ -59,11 +62,11 @@ def test_what_python_writes_is_read_back(value: object) -> None:
 
 
 def test_the_limits_themselves_are_read() -> None:
-    nested = parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH, "f.json")
-    for _ in range(MAX_DEPTH - 1):
+    nested = parse_json("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "f.json")
+    for _ in range(MAX_JSON_DEPTH - 1):
         [nested] = nested
     assert nested == []
-    assert parse_json("9" * MAX_DIGITS, "f.json") == 10**MAX_DIGITS - 1
+    assert parse_json("9" * MAX_JSON_DIGITS, "f.json") == 10**MAX_JSON_DIGITS - 1
 
 
 def test_a_model_s_own_text_is_read_where_the_caller_allows_it() -> None:

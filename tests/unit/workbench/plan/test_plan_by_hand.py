@@ -44,9 +44,8 @@ def test_8b_with_tp2_on_eight_gpus() -> None:
     assert found(named, "Adam moments") == pytest.approx(8 * rank / 4, rel=0.03)
     assert found(named, "master weights") == pytest.approx(4 * rank / 4, rel=0.03)
     # Saved a token and layer: four times the hidden state over tp; queries and keys before their
-    # norm, queries, attention
-    # output, keys and values after it; both halves of the MLP and their product; the softmax's sum,
-    # fp32.
+    # norm, queries, attention output, keys and values after it; both halves of the MLP and their
+    # product; the softmax's sum, fp32.
     layer = 2 * (4 * 4096 / 2 + (5120 + 2 * 4096 + 2 * 1024) / 2 + 3 * 12288 / 2) + 4 * 32 / 2
     assert found(named, "activations") == pytest.approx(36 * 9216 * layer, rel=0.03)
     # A chunk: 1/512 of the memory in elements, of 75,968 columns: fp32 logits and exponentials,
