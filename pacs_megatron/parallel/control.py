@@ -29,16 +29,20 @@ class ControlChannel:
         self.on_heartbeat: Callable[[], None] = lambda: None
 
     def send(self, decision: Mapping[str, Any]) -> None:
-        """Rank 0 only, while all other ranks are in `receive`: plain JSON values, with `kind`."""
+        """Sends a decision to all other ranks, which are in `receive`. Rank 0 only.
+
+        Args:
+            decision: plain JSON values; `kind` names the decision, and "wait" is a heartbeat.
+        """
         self.broadcast_json(decision)
 
     def heartbeat(self) -> None:
-        """Sends a heartbeat, as `send`: rank 0 is alive and waits."""
+        """Sends a heartbeat to all other ranks, which are in `receive`. Rank 0 only."""
         self.on_heartbeat()
         self.send({"kind": "wait"})
 
     def receive(self) -> dict[str, Any]:
-        """Every rank but 0: the next decision that is not a heartbeat.
+        """The next decision of rank 0 that is not a heartbeat. Every rank but 0.
 
         Calls `on_heartbeat` for each heartbeat.
         """
@@ -59,10 +63,17 @@ class ControlChannel:
         return bool(value)
 
     def run_together(self, action: Callable[[], T], *, only: int | None = None) -> T:
-        """Runs `action` on every rank, or on rank `only`, and returns its result (None on ranks
-        that do not run it). If ranks fail, raises the PacsError of the lowest failed rank on all
-        ranks, so that no rank waits in a collective for a failed one, and all handle the same
-        error. Collective.
+        """Runs `action` and returns its result. Collective.
+
+        If ranks fail, all ranks raise the error of the lowest failed rank. So no rank waits in a
+        collective for a failed one, and all ranks handle the same error.
+
+        Args:
+            action: what to run.
+            only: the rank that runs it; the other ranks return None. None: every rank runs it.
+
+        Raises:
+            PacsError: of the lowest rank whose `action` raises one.
         """
         result = None
         error = None
@@ -71,6 +82,7 @@ class ControlChannel:
                 result = action()
             except PacsError as caught:
                 error = caught
+
         failed = torch.zeros(self.rank.layout.world_size, dtype=torch.int64)
         failed[self.rank.rank] = int(error is not None)
         dist.all_reduce(failed, group=self._group)
@@ -79,9 +91,7 @@ class ControlChannel:
             name, message = broadcast_json(
                 [type(error).__name__, str(error)], src=first, group=self._group
             )
-            raise (
-                error
-                if error is not None and first == self.rank.rank
-                else named_error(name, message)
-            )
+            if error is not None and first == self.rank.rank:
+                raise error
+            raise named_error(name, message)
         return cast("T", result)

@@ -18,10 +18,11 @@ import torch
 
 PREFIX = "megatron.core"
 _CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
-"""Packages whose optimizers and norms need a GPU; Megatron would use them if they are installed."""
+"""packages whose optimizers and norms need a GPU; Megatron would use them if they are installed"""
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "as_tensor", "eye", "rand", "randint", "randn", "tensor")
 _FACTORIES_WITH_LIKE = ("empty", "full", "ones", "zeros")
+"""factories of which torch also has a `_like` function"""
 
 
 class _Event(torch.cpu.Event):
@@ -45,14 +46,35 @@ class _CudaOnCpu(ModuleType):
     Event = _Event
     Stream = _Stream
     synchronize = staticmethod(torch.cpu.synchronize)
-    get_rng_state = staticmethod(lambda *_args: torch.get_rng_state())
-    set_rng_state = staticmethod(lambda state, *_args: torch.set_rng_state(state))
     manual_seed = staticmethod(torch.manual_seed)
 
-    current_device = staticmethod(lambda: _CPU)
-    empty_cache = staticmethod(lambda: None)
-    current_stream = default_stream = staticmethod(lambda *_args: _Stream())
-    stream = staticmethod(lambda _stream: contextlib.nullcontext())
+    @staticmethod
+    def get_rng_state(*_args: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, *_args: object) -> None:
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return _CPU
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Does nothing, because the CPU has no caching allocator."""
+
+    @staticmethod
+    def current_stream(*_args: object) -> _Stream:
+        return _Stream()
+
+    @staticmethod
+    def default_stream(*_args: object) -> _Stream:
+        return _Stream()
+
+    @staticmethod
+    def stream(_stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -68,6 +90,8 @@ class _TorchOnCpu(ModuleType):
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """`factory` with `device="cpu"` in place of any CUDA device."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = _CPU
@@ -77,32 +101,48 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_STAND_IN = _TorchOnCpu("torch")
-for _name in (
-    *_FACTORIES,
-    *_FACTORIES_WITH_LIKE,
-    *(f"{name}_like" for name in _FACTORIES_WITH_LIKE),
-):
-    setattr(_STAND_IN, _name, _on_cpu(getattr(torch, _name)))
+def _build_stand_in() -> _TorchOnCpu:
+    stand_in = _TorchOnCpu("torch")
+    like_factories = [f"{name}_like" for name in _FACTORIES_WITH_LIKE]
+    for name in (*_FACTORIES, *_FACTORIES_WITH_LIKE, *like_factories):
+        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+    return stand_in
+
+
+_STAND_IN = _build_stand_in()
+
+
+def _get_rng_state(*_args: object, **_options: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_args: object, **_options: object) -> None:
+    torch.set_rng_state(state)
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    if as_numpy and torch.is_tensor(tensor):
+        return tensor.numpy()
+    return tensor
 
 
 _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    # They reach into torch.cuda's private generators.
+    # Megatron's functions reach into torch.cuda's private generators.
     f"{PREFIX}.tensor_parallel.random": {
-        "_get_cuda_rng_state": lambda *_a, **_k: torch.get_rng_state(),
-        "_set_cuda_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
+        "_get_cuda_rng_state": _get_rng_state,
+        "_set_cuda_rng_state": _set_rng_state,
     },
-    # It converts the sizes of an all-to-all to numpy only when they come from a GPU. gloo needs
-    # numpy too.
-    f"{PREFIX}.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": _on_host},
+    # Megatron's function converts the sizes of an all-to-all to numpy only when they come from a
+    # GPU. gloo needs numpy too.
+    f"{PREFIX}.transformer.moe.token_dispatcher": {
+        "maybe_move_tensor_to_cpu": _on_host,
+    },
 }
+"""module -> name -> replacement of a function that the stand-in for `torch` cannot redirect"""
 
 
 def _redirect(module: ModuleType) -> None:
+    """Replaces the CUDA calls of a loaded Megatron module."""
     if module.__dict__.get("torch") is torch:
         module.__dict__["torch"] = _STAND_IN
     module.__dict__.update(_REPLACED.get(module.__name__, {}))
@@ -111,24 +151,29 @@ def _redirect(module: ModuleType) -> None:
 @contextlib.contextmanager
 def _hidden(names: Sequence[str]) -> Iterator[None]:
     """Inside the block, importing these packages fails as if they were not installed."""
-    found = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: "known to be missing"
+    loaded = {name: sys.modules[name] for name in names if name in sys.modules}
+    # An entry None makes `import` raise ModuleNotFoundError.
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
         yield
     finally:
         for name in names:
             del sys.modules[name]
-        sys.modules.update(found)
+        sys.modules.update(loaded)
 
 
 class _RedirectingFinder(importlib.abc.MetaPathFinder):
     """Redirects a Megatron module directly after its import."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        is_ours = fullname.startswith(PREFIX)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if is_ours else None
+        if not fullname.startswith(PREFIX):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -149,39 +194,45 @@ def install() -> bool:
     """
     if torch.cuda.is_available():
         return False
-    if not any(isinstance(finder, _RedirectingFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RedirectingFinder())
-        for name, module in list(sys.modules.items()):
-            if name.startswith(PREFIX):
-                _redirect(module)
+    if any(isinstance(finder, _RedirectingFinder) for finder in sys.meta_path):
+        return True
+
+    sys.meta_path.insert(0, _RedirectingFinder())
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PREFIX):
+            _redirect(module)
     return True
 
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Inside the block the type name of a CPU tensor is `torch.cuda.FloatTensor`, and `.cuda()`
-    returns the tensor itself. Only Megatron's constructors (optimizer, tied embeddings) check these
-    names.
+    """Inside the block CPU tensors claim to be on a GPU, if there is no CUDA.
+
+    `Tensor.type()` returns `torch.cuda.FloatTensor` and the like, and `Tensor.cuda()` returns the
+    tensor itself. Only Megatron's constructors (optimizer, tied embeddings) check these names.
     """
     if torch.cuda.is_available():
         yield
         return
+
     real_type = torch.Tensor.type
     real_cuda = torch.Tensor.cuda
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = real_type(self, *args, **kwargs)
-        if (
-            isinstance(name, str)
-            and name.startswith("torch.")
-            and not name.startswith("torch.cuda.")
-        ):
-            return "torch.cuda." + name.removeprefix("torch.")
-        return name
+        if not isinstance(name, str) or name.startswith("torch.cuda."):
+            return name
+        if not name.startswith("torch."):
+            return name
+        return "torch.cuda." + name.removeprefix("torch.")
+
+    def same_tensor(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return self
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *_a, **_k: self  # type: ignore[method-assign]
+    torch.Tensor.cuda = same_tensor  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        torch.Tensor.type, torch.Tensor.cuda = real_type, real_cuda  # type: ignore[method-assign]
+        torch.Tensor.type = real_type  # type: ignore[method-assign]
+        torch.Tensor.cuda = real_cuda  # type: ignore[method-assign]
