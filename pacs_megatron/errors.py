@@ -20,14 +20,16 @@ class ExitCode(IntEnum):
 def one_line(text: str) -> str:
     """`text` on one line: line ends become spaces, other unprintable characters escapes."""
     joined = " ".join(line for line in text.splitlines() if line)
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in joined
-    )
+    return "".join(map(_printable, joined))
+
+
+def _printable(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
 
 
 def shown(value: object, limit: int = 60) -> str:
     """A value in a message: printable, on one line, cut after `limit` characters."""
+    # A string is cut before repr too, which would copy gigabytes; "+ 2" is for its quotes.
     text = repr(value[: limit + 1] if isinstance(value, str) else value)
     return text if len(text) <= limit + 2 else f"{text[:limit]}..."
 
@@ -58,17 +60,19 @@ class RewardError(PacsError):
 
 
 class ConnectError(PacsError):
-    """The ranks cannot connect to each other:
+    """The ranks cannot connect to each other.
 
-    `what` failed with `cause`, of a store, of gloo or of NCCL.
+    Args:
+        action: The action that failed, the start of the message.
+        cause: Its error, of a store, of gloo or of NCCL; the message has its first line.
     """
 
-    def __init__(self, what: str, cause: object) -> None:
-        first = str(cause).partition("\n")[0][:300]
+    def __init__(self, action: str, cause: object) -> None:
+        first_line = str(cause).partition("\n")[0][:300]
         checks = "MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and `ulimit -n`"
         super().__init__(
-            f"{what}: {first}; if another rank ended, its message has the cause; otherwise check "
-            f"{checks}"
+            f"{action}: {first_line}; if another rank ended, its message has the cause; otherwise "
+            f"check {checks}"
         )
 
 
@@ -96,12 +100,24 @@ class NonFiniteError(PacsError):
 
 
 def named_error(name: str, message: str) -> PacsError:
-    """The PacsError of that class name, or its base in this module, as received from another
-    process.
+    """The error that another process reported.
+
+    Args:
+        name: Name of its class. A class outside of this module becomes its nearest base class in
+            this module, an unknown one PacsError.
+        message: Text of the error.
     """
-    known = [PacsError]
-    for kind in known:  # grows: the derived classes of derived classes
-        known += kind.__subclasses__()
-    found = next((kind for kind in known if kind.__name__ == name), PacsError)
-    public: type[PacsError] = next(kind for kind in found.__mro__ if kind.__module__ == __name__)
+    kind = _error_class(name)
+    public = next(base for base in kind.__mro__ if base.__module__ == __name__)
+    assert issubclass(public, PacsError)
     return public(message)
+
+
+def _error_class(name: str) -> type[PacsError]:
+    """The loaded subclass of PacsError of that name, at any depth; else PacsError."""
+    classes = [PacsError]
+    for kind in classes:
+        if kind.__name__ == name:
+            return kind
+        classes += kind.__subclasses__()  # the loop goes on over the classes that this adds
+    return PacsError

@@ -4,9 +4,10 @@ from typing import Self
 
 
 class Closing:
-    """A context manager whose end calls `close`."""
+    """A context manager that calls `close` at the end of its block."""
 
     def close(self) -> None:
+        """Releases what the object holds."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

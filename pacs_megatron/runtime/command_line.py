@@ -18,7 +18,7 @@ from pacs_megatron import __version__
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
 from pacs_megatron.runtime.environment import PACKAGES, installed
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 
 
@@ -30,6 +30,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
     def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse ignores an OSError here; the flush makes a full disk an error of the command.
         print(message, end="", file=file, flush=True)
 
 
@@ -54,8 +55,11 @@ def path_from(text: str) -> Path:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for NUL and bytes that are not UTF-8, and without standard output, working
-    directory or assertions.
+    """Checks the arguments and the process, before any other work.
+
+    Raises:
+        ConfigError: An argument contains NUL or bytes that are not UTF-8, or the process has no
+            standard output, no working directory or no assertions.
     """
     if sys.stdout is None:
         raise ConfigError("standard output is closed; redirect it to a file or to /dev/null")
@@ -68,10 +72,12 @@ def check_arguments(arguments: Sequence[str]) -> None:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the working directory was removed; change to another one") from None
-    for word in arguments:
-        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
+
+    for argument in arguments:
+        # Python decodes each byte that is not UTF-8 to a lone surrogate.
+        if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
             raise ConfigError(
-                f"argument {word[:60]!r} contains NUL or is not UTF-8; correct it, or LC_ALL "
+                f"argument {argument[:60]!r} contains NUL or is not UTF-8; correct it, or LC_ALL "
                 "(C.UTF-8)"
             )
 
@@ -84,12 +90,8 @@ def run_command(command: Callable[[], int]) -> int:
     # Idle OpenMP threads spin by default, which slows a busy host (docs/measurements/laptop.md);
     # torch reads this as it loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    while (
-        descriptor := os.open(os.devnull, os.O_RDWR)
-    ) <= 2:  # a file that is opened next would receive output
-        os.set_inheritable(descriptor, True)  # so have the processes that this one starts
-    os.close(descriptor)
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    _open_missing_streams()
+
     try:
         return int(command())
     except KeyboardInterrupt:
@@ -98,63 +100,86 @@ def run_command(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # `pacs-megatron config show ... | head`
         _discard(1)
         return 128 + signal.SIGPIPE
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (everything else becomes one line)
         if isinstance(error, OSError):
             _discard(1)
         return report_error(error)
 
 
+def _open_missing_streams() -> None:
+    """Opens /dev/null for each of the descriptors 0, 1 and 2 that is closed.
+
+    Otherwise the next file that is opened would get that number and receive output.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)  # for the processes that this one starts
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def report_error(error: Exception) -> int:
-    """Prints `error` as one line, with a crash report unless a path or the disk is the cause;
-    returns the exit code.
+    """Prints `error` as one line and returns the exit code.
+
+    Writes a crash report unless the user can fix the cause: an error of this project, the
+    installation, a path or the disk.
     """
     kind = type(error).__name__
     text = _message(error)[:300]
+
     if isinstance(error, PacsError):
         _print_line(f"{kind}: {error}")
         return int(error.exit_code)
-    # Libraries read variables while they load, such as HF_HUB_DOWNLOAD_TIMEOUT.
-    modules = [
-        frame.filename
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.name == "<module>"
-    ]
-    is_memory = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
-    if (
-        is_memory
-        or isinstance(error, ImportError)
-        or (modules and "pacs_megatron" not in modules[-1])
-    ):
+
+    if _is_of_installation(error):
         fix = "check the installation (`make install`), the environment's variables and `ulimit -v`"
         _print_line(f"EnvironmentError: {kind}: {text}; {fix}")
-        return int(ExitCode.FAILED)
-    is_temporary = isinstance(error, OSError) and "temporary directory" in str(
-        error.strerror
-    )  # it lists the places
-    if isinstance(error, OSError) and (
-        error.filename is not None or error.errno in _FULL or is_temporary
-    ):
+    elif isinstance(error, OSError) and _is_of_disk(error):
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        fix = "free some space" if error.errno in _FULL else "correct the path or its permissions"
+        is_full = error.errno in _DISK_FULL
+        fix = "free some space" if is_full else "correct the path or its permissions"
         _print_line(f"{kind}: {place}{error.strerror}; {fix}")
     else:
         _print_line(f"InternalError: {kind}: {text}; {write_report(error)}")
     return int(ExitCode.FAILED)
 
 
+def _is_of_installation(error: Exception) -> bool:
+    """Whether memory or a library is the cause."""
+    if isinstance(error, MemoryError | ImportError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+
+    # Libraries read variables while they load, such as HF_HUB_DOWNLOAD_TIMEOUT.
+    frames = traceback.extract_tb(error.__traceback__)
+    loading = [frame.filename for frame in frames if frame.name == "<module>"]
+    return bool(loading) and "pacs_megatron" not in loading[-1]
+
+
+def _is_of_disk(error: OSError) -> bool:
+    # tempfile's error has no filename, it lists the folders that it tried.
+    has_no_temporary_folder = "temporary directory" in str(error.strerror)
+    return error.filename is not None or error.errno in _DISK_FULL or has_no_temporary_folder
+
+
 def write_report(error: BaseException) -> str:
-    """Writes a crash report to the folder of temporary files; returns a text with its path for the
-    message.
+    """Writes a crash report to the folder of temporary files.
+
+    Returns:
+        A text for the message, with the path of the report.
     """
+    versions = [f"{name} {installed(name) or 'not installed'}" for name in PACKAGES]
+    arguments = [f"  {_without_secret(argument)}" for argument in sys.argv[1:]]
     lines = [
         f"pacs-megatron {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        ", ".join(f"{name} {installed(name) or 'not installed'}" for name in PACKAGES),
+        ", ".join(versions),
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
         f"working directory: {os.environ.get('PWD')}",
         "arguments:",
-        *(f"  {_without_secret(word)}" for word in sys.argv[1:]),
+        *arguments,
         "",
         *traceback.format_exception(error),
     ]
@@ -184,10 +209,10 @@ def _discard(descriptor: int) -> None:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001  (an exception of a plug-in)
         return "(its message cannot be shown)"
 
 
-def _without_secret(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    return f"{key}=..." if equals and _SECRET.search(key) else word
+def _without_secret(argument: str) -> str:
+    key, equals, _ = argument.partition("=")
+    return f"{key}=..." if equals and _SECRET.search(key) else argument

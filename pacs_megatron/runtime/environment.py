@@ -17,8 +17,16 @@ _KNOWN_WARNINGS = (
     "full scope is deprecated",
 )
 PACKAGES = (
-    *("torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
-    *("datasets", "math-verify", "pydantic", "nemo-run", "numpy"),
+    "torch",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "sglang",
+    "datasets",
+    "math-verify",
+    "pydantic",
+    "nemo-run",
+    "numpy",
 )
 """Packages whose versions a run and a crash report record."""
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
@@ -67,23 +75,34 @@ class RankPlace:
         """The environment that `torch.distributed` reads (`env://`)."""
         return {name.upper(): str(value) for name, value in asdict(self).items()}
 
+    def is_consistent(self) -> bool:
+        """Whether the ranks are in their ranges, and port and address can be those of a host."""
+        return (
+            0 <= self.local_rank < self.local_world_size <= self.world_size
+            and 0 <= self.rank < self.world_size
+            and 0 < self.master_port < 65536
+            and self.master_addr.split() == [self.master_addr]
+        )
+
 
 def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
-    """The place if torchrun or srun started this process as a rank, else None.
+    """The place of this process if torchrun or srun started it as a rank, else None.
 
-    Raises ConfigError if it is incomplete.
+    Raises:
+        ConfigError: The launcher's variables are incomplete or contradict each other.
     """
     # A batch script also has SLURM_PROCID; only tasks of srun have a step id.
     if "RANK" in environ and "WORLD_SIZE" in environ:
         launcher = "torchrun"
-        read = _from_torchrun
+        read_place = _from_torchrun
     elif "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         launcher = "srun"
-        read = _from_srun
+        read_place = _from_srun
     else:
         return None
+
     try:
-        place = read(environ)
+        place = read_place(environ)
     except KeyError as error:
         text = f"the environment is that of {launcher}, but {error.args[0]} is not set"
         raise ConfigError(f"{text}; start ranks by torchrun or srun, or unset RANK") from None
@@ -91,15 +110,7 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
         raise ConfigError(
             f"a variable of {launcher} is no integer: {error}; correct the launcher"
         ) from None
-    inside = (
-        0 <= place.local_rank < place.local_world_size <= place.world_size
-        and 0 <= place.rank < place.world_size
-    )
-    if (
-        not inside
-        or not 0 < place.master_port < 65536
-        or place.master_addr.split() != [place.master_addr]
-    ):
+    if not place.is_consistent():
         raise ConfigError(
             f"the environment of {launcher} is inconsistent: {place}; correct the launcher"
         )
@@ -107,15 +118,13 @@ def find_rank(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankPlace:
-    numbers = {
-        field.name: int(environ[field.name.upper()])
-        for field in fields(RankPlace)
-        if field.type is int
-    }
+    names = [field.name for field in fields(RankPlace) if field.type is int]
+    numbers = {name: int(environ[name.upper()]) for name in names}
     return RankPlace(master_addr=environ["MASTER_ADDR"], **numbers)
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankPlace:
+    # The tasks of each node of the step: `4(x2),1` is 4, 4, 1.
     tasks_here = environ["SLURM_STEP_TASKS_PER_NODE"].split(",")[0].split("(")[0]
     return RankPlace(
         rank=int(environ["SLURM_PROCID"]),
@@ -146,9 +155,12 @@ def job_port(job_id: str) -> int:
 
 
 def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, str]:
-    """The environment of a rank: this process's variables, and defaults for those that are not set."""
+    """The environment of a rank: this process's variables, and defaults for those that are not
+    set.
+    """
+    cores = len(os.sched_getaffinity(0))
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // local_world_size)),
+        "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
         # Megatron overlaps tensor-parallel communication by the order of kernels in a single queue.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONUNBUFFERED": "1",
@@ -158,4 +170,6 @@ def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, s
         # Megatron repeats these on every rank; the policy logs once what is missing.
         "PYTHONWARNINGS": ",".join(f"ignore:{start}" for start in _KNOWN_WARNINGS),
     }
-    return defaults | ({"GLOO_SOCKET_IFNAME": "lo"} if single_host else {}) | os.environ
+    if single_host:
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return defaults | os.environ

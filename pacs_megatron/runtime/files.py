@@ -28,9 +28,8 @@ all outputs of a kind.
 
 def existing_parent(folder: Path) -> Path:
     """The folder itself, or its nearest existing parent."""
-    return next(
-        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
-    )
+    absolute = folder.absolute()
+    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
 
 
 @contextlib.contextmanager
@@ -50,15 +49,16 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     Creates parent folders.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + PARTIAL_SUFFIX)
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
-        with naming(path), beside.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             file.writelines(chunks)
             file.flush()
+            # Before the rename: a crash of the host could otherwise leave an empty file at `path`.
             os.fsync(file.fileno())
-        beside.replace(path)
+        partial.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
 
@@ -86,7 +86,7 @@ def disk_error(folder: Path) -> OSError | None:
 def is_file(path: Path, error: type[PacsError] = DataError) -> bool:
     """Whether there is a file.
 
-    Raises `error` if `path` exists but is no regular file: folder, pipe, device, broken link.
+    Raises `error` if `path` exists but is not a regular file: folder, pipe, device, broken link.
     """
     if not path.is_file() and os.path.lexists(path):
         raise error(f"{path}: not a regular file; correct or remove it")
@@ -95,27 +95,33 @@ def is_file(path: Path, error: type[PacsError] = DataError) -> bool:
 
 def check_distinct(paths: Iterable[Path]) -> None:
     """Raises ConfigError for a file or folder that is given twice, also through a link."""
-    for one, other in itertools.combinations(paths, 2):
-        if os.path.realpath(one) == os.path.realpath(other):
-            raise ConfigError(f"{other} is given twice; name a file or folder once")
+    for first, second in itertools.combinations(paths, 2):
+        if os.path.realpath(first) == os.path.realpath(second):
+            raise ConfigError(f"{second} is given twice; name a file or folder once")
 
 
 def check_output(path: Path, content: bytes) -> None:
-    """Raises ConfigError if `path` is a folder or a device, or a file of another kind: one that
-    starts unlike `content`.
+    """Checks that `content` may replace `path`.
+
+    Raises:
+        ConfigError: `path` is a folder, a device or a loop of links, or an existing file of another
+            kind: one that starts unlike `content`.
     """
-    kind = _KIND.match(content)[0]  # type: ignore[index]
-    if (path.exists() and not path.is_file()) or os.path.islink(
-        os.path.realpath(path)
-    ):  # a loop of links
+    is_link_loop = os.path.islink(os.path.realpath(path))
+    if (path.exists() and not path.is_file()) or is_link_loop:
         raise ConfigError(f"{path} is not a regular file; name another file for the output")
-    if path.exists():
-        with path.open("rb") as file:
-            before = file.read(len(kind))
-        if before and before != kind:
-            raise ConfigError(
-                f"{path} exists and is not an earlier output of this command; name another file"
-            )
+    if not path.exists():
+        return
+
+    match = _KIND.match(content)
+    assert match is not None  # the last branch of the expression matches any start
+    kind = match[0]
+    with path.open("rb") as file:
+        before = file.read(len(kind))
+    if before and before != kind:
+        raise ConfigError(
+            f"{path} exists and is not an earlier output of this command; name another file"
+        )
 
 
 def write_outputs(files: Sequence[tuple[Path, bytes]]) -> None:
@@ -127,7 +133,9 @@ def write_outputs(files: Sequence[tuple[Path, bytes]]) -> None:
     for path, content in files:
         check_output(path, content)
         path.parent.mkdir(parents=True, exist_ok=True)
+
     for path, content in files:
+        # Through a link: the rename of an atomic write would replace the link itself.
         write_atomically(Path(os.path.realpath(path)), [content])
 
 
@@ -155,14 +163,18 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 
     Skips a last line that a kill cut.
     """
-    if is_file(path):
-        yield from (line[:-1] for line in read_lines(path) if line.endswith(b"\n"))
+    if not is_file(path):
+        return
+    for line in read_lines(path):
+        if line.endswith(b"\n"):
+            yield line[:-1]
 
 
 def parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of `lines`. Raises DataError with the number of a line that is not one."""
     for number, line in enumerate(lines, start=1):
-        yield as_object(parse_json(line, str(path), line=number, any_text=True), f"{path}:{number}")
+        value = parse_json(line, str(path), line=number, any_text=True)
+        yield as_object(value, f"{path}:{number}")
 
 
 Fields = Mapping[str, type | UnionType]
@@ -173,6 +185,7 @@ def read_rows(path: Path, fields: Fields) -> list[dict[str, Any]]:
     """The objects that have all `fields`; none if there is no file. Skips incomplete lines."""
     if not is_file(path):
         return []
+
     rows = []
     for line in read_bytes(path).decode(errors="replace").split("\n"):
         try:

@@ -37,9 +37,24 @@ async def exchange(
     timeout_s: float,
     limit: int,
 ) -> tuple[int, bytes]:
-    """(HTTP status, response of at most `limit` bytes); GET without `body`, else POST of JSON.
+    """Sends a request and reads its response.
 
-    Raises TimeoutError if it takes longer in total, else one of CONNECTION_ERRORS.
+    Args:
+        session: From `open_session`.
+        url: Address of the request.
+        body: JSON of a POST; None sends a GET.
+        headers: Added to the header of the content type.
+        timeout_s: Seconds for request and response together.
+        limit: Maximum size of the response, in bytes.
+
+    Returns:
+        The HTTP status and the bytes of the response.
+
+    Raises:
+        TimeoutError: The exchange takes longer than `timeout_s`.
+        ResponseTooLongError: A response with status 200 exceeds `limit`.
+        aiohttp.ClientError: The connection or the response fails; some failures are an OSError
+            (CONNECTION_ERRORS).
     """
     async with session.request(
         "GET" if body is None else "POST",
@@ -55,11 +70,12 @@ async def exchange(
             )
         if response.content_length is not None and response.content_length <= limit:
             return response.status, await response.read()
+
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
             if len(data) > limit:
                 if response.status != 200:
-                    break  # the status is the reason
+                    break  # the status is the reason of the failure
                 raise ResponseTooLongError(f"response longer than {limit} bytes")
         return response.status, bytes(data)

@@ -16,25 +16,25 @@ from typing import Any, BinaryIO
 
 from pacs_megatron.errors import DataError, PacsError, shown
 
-MAX_BYTES = 256 * 2**20
-MAX_DEPTH = 64
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels; write it flatter"
-MAX_DIGITS = 300
+MAX_JSON_BYTES = 256 * 2**20
+MAX_JSON_DEPTH = 64
+MAX_JSON_DIGITS = 300
 """Of one number; an integer below the limit always fits into a float."""
 
+_TOO_DEEP = f"nested deeper than {MAX_JSON_DEPTH} levels; write it flatter"
 _SPACE = " \t\r\n"
 
 
-class _RefusedError(ValueError):
+class _RejectedError(ValueError):
     """A value that JSON's grammar allows and this reader rejects."""
 
 
 def read_object(
-    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
     """The object of a JSON file. Raises `error`."""
-    value = parse_json(read_text(path, error=error, max_bytes=max_bytes), str(path), error=error)
-    return as_object(value, str(path), error=error)
+    text = read_text(path, error=error, max_bytes=max_bytes)
+    return as_object(parse_json(text, str(path), error=error), str(path), error=error)
 
 
 def parse_json(
@@ -45,54 +45,62 @@ def parse_json(
     error: type[PacsError] = DataError,
     any_text: bool = False,
 ) -> Any:
-    """The one JSON value of `text`, which comes from `where`, and there from `line` on.
+    """The one JSON value of `text`.
 
-    With `any_text`, strings may contain NUL and lone surrogates, as the responses of a model do.
+    Args:
+        text: The document, with white space around it.
+        where: Source of the text, for messages.
+        line: Number of the text's first line in the source; None if the text is the whole source.
+        error: Class of the error that is raised.
+        any_text: Strings may contain NUL and lone surrogates, as the responses of a model do.
     """
     if isinstance(text, bytes):
         text = _decode(text, where if line is None else f"{where}:{line}", error)
-    position = start = len(text) - len(text.lstrip(_SPACE))
+
+    start = len(text) - len(text.lstrip(_SPACE))
+    position = start
     try:
         value, end = _DECODER.raw_decode(text, start)
         _check(value, any_text)
-        rest = text[end:].lstrip(_SPACE)
-        if not rest:
-            return value
-        position = len(text) - len(rest)
-        problem = f"text after the JSON value ({shown(rest)}); remove it"
-    except json.JSONDecodeError as found:
-        position = found.pos
-        problem = f"malformed JSON at column {found.colno}: {found.msg}; correct it"
+    except json.JSONDecodeError as failure:
+        position = failure.pos
+        problem = f"malformed JSON at column {failure.colno}: {failure.msg}; correct it"
     except RecursionError:
         problem = _TOO_DEEP
-    except _RefusedError as found:
-        problem = str(found)
-    place = (
-        ""
-        if line is None and position == 0
-        else f":{(line or 1) + text.count(chr(10), 0, position)}"
-    )
-    raise error(f"{where}{place}: {problem}")
+    except _RejectedError as failure:
+        problem = str(failure)
+    else:
+        text_after = text[end:].lstrip(_SPACE)
+        if not text_after:
+            return value
+        position = len(text) - len(text_after)
+        problem = f"text after the JSON value ({shown(text_after)}); remove it"
+
+    if line is not None or position > 0:
+        number = (line or 1) + text.count("\n", 0, position)
+        where = f"{where}:{number}"
+    raise error(f"{where}: {problem}")
 
 
 def as_object(value: Any, where: str, *, error: type[PacsError] = DataError) -> dict[str, Any]:
-    """`value` where it is a JSON object. Raises `error` otherwise."""
+    """Returns `value` if it is a JSON object. Raises `error` otherwise."""
     if not isinstance(value, dict):
-        raise error(
-            f"{where}: expected a JSON object, got {_KINDS.get(type(value), type(value).__name__)}"
-        )
+        kind = _KINDS.get(type(value), type(value).__name__)
+        raise error(f"{where}: expected a JSON object, got {kind}")
     return value
 
 
-def read_text(path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES) -> str:
+def read_text(
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_JSON_BYTES
+) -> str:
     """A text file, without a byte order mark. Raises `error`."""
     return _decode(read_bytes(path, error=error, max_bytes=max_bytes), str(path), error)
 
 
 def read_bytes(
-    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_JSON_BYTES
 ) -> bytes:
-    """As `read_text`, the bytes."""
+    """The bytes of a file. Raises `error`."""
     with _regular(path, error) as (file, size):
         if size > max_bytes:
             raise error(f"{path}: {size} bytes; at most {max_bytes} are read")
@@ -100,11 +108,11 @@ def read_bytes(
 
 
 def read_lines(
-    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_BYTES
+    path: Path, *, error: type[PacsError] = DataError, max_bytes: int = MAX_JSON_BYTES
 ) -> Iterator[bytes]:
     """The lines of a file of any size, one at a time, with their newlines.
 
-    Raises `error` for one of over `max_bytes`.
+    Raises `error` for a line of more than `max_bytes`.
     """
     with _regular(path, error) as (file, _):
         number = 0
@@ -120,47 +128,60 @@ def read_lines(
 
 @contextmanager
 def _regular(path: Path, error: type[PacsError]) -> Iterator[tuple[BinaryIO, int]]:
-    """(the open file, its bytes); a pipe or device is rejected before it is opened."""
+    """The open file and its size in bytes; a pipe or device is rejected before it is opened."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise error(f"{path}: not a regular file; correct the path")
         with path.open("rb") as file:
             yield file, status.st_size
-    except (OSError, ValueError) as found:  # ValueError: a NUL in the path
-        reason = found.strerror if isinstance(found, OSError) and found.strerror else str(found)
-        raise error(f"{shown(str(path), limit=300)}: cannot read the file: {reason}") from found
+    except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
+        reason = str(failure)
+        if isinstance(failure, OSError) and failure.strerror:
+            reason = failure.strerror
+        raise error(f"{shown(str(path), limit=300)}: cannot read the file: {reason}") from failure
 
 
 def _decode(content: bytes, where: str, error: type[PacsError]) -> str:
     try:
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as found:
-        raise error(f"{where}: byte {found.start} is not UTF-8; save the file as UTF-8") from found
+    except UnicodeDecodeError as failure:
+        raise error(
+            f"{where}: byte {failure.start} is not UTF-8; save the file as UTF-8"
+        ) from failure
 
 
 def _number(text: str, kind: type[int] | type[float] = float) -> float:
-    if len(text) > MAX_DIGITS:
-        raise _RefusedError(
-            f"a number of {len(text)} characters ({shown(text)}); at most {MAX_DIGITS} are read"
+    if len(text) > MAX_JSON_DIGITS:
+        raise _RejectedError(
+            f"a number of {len(text)} characters ({shown(text)}); at most {MAX_JSON_DIGITS} are "
+            "read"
         )
     value = kind(text)
     if not math.isfinite(value):
-        raise _RefusedError(f"the number {shown(text)} is too large for a 64-bit float")
+        raise _RejectedError(f"the number {shown(text)} is too large for a 64-bit float")
     return value
 
 
 def _constant(name: str) -> float:
-    raise _RefusedError(f"{name} is no JSON number; write a finite number, or null")
+    raise _RejectedError(f"{name} is no JSON number; write a finite number, or null")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _RefusedError(f"the key {shown(twice)} is repeated in one object; keep one of them")
-    return found
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        _reject_repeated_key(pairs)
+    return members
+
+
+def _reject_repeated_key(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _RejectedError(
+                f"the key {shown(key)} is repeated in one object; keep one of them"
+            )
+        seen.add(key)
 
 
 _DECODER = json.JSONDecoder(
@@ -176,45 +197,48 @@ _KINDS = {
     int: "a number",
     float: "a number",
     bool: "a boolean",
+    type(None): "null",
 }
-_KINDS[type(None)] = "null"
 
 
 def _check(value: Any, any_text: bool) -> None:
-    """Level by level: depth, and the text of every key and string."""
+    """Checks depth and the text of keys and strings, level by level: recursion has a limit."""
     level = [value]
     depth = 0
     while level:
-        below: list[Any] = []
+        next_level: list[Any] = []
         for item in level:
             if isinstance(item, dict):
-                below += item.values()
+                next_level += item.values()
+                if not any_text:
+                    for key in item:
+                        _check_text(key)
             elif isinstance(item, list):
-                below += item
-            for text in item if isinstance(item, dict) else (item,):
-                if isinstance(text, str) and not any_text:
-                    _check_text(text)
-        level = below
-        depth = depth + 1
-        if depth > MAX_DEPTH:
-            raise _RefusedError(_TOO_DEEP)
+                next_level += item
+            elif isinstance(item, str) and not any_text:
+                _check_text(item)
+
+        level = next_level
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise _RejectedError(_TOO_DEEP)
 
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _RefusedError(f"the string {shown(text)} contains a NUL character; remove it")
+        raise _RejectedError(f"the string {shown(text)} contains a NUL character; remove it")
     try:
         text.encode()
-    except UnicodeEncodeError as found:
-        place = f"character {found.start}"
-        raise _RefusedError(
+    except UnicodeEncodeError as failure:
+        place = f"character {failure.start}"
+        raise _RejectedError(
             f"the string {shown(text)} contains a lone surrogate ({place}); remove it"
-        ) from found
+        ) from failure
 
 
 @contextmanager
 def parsing(where: str, error: type[PacsError]) -> Iterator[None]:
-    """Raises `error` where the block finds that values lack a part, or have one of a wrong kind."""
+    """Raises `error` if the block fails because values are missing or of the wrong kind."""
     try:
         yield
     except (
@@ -225,7 +249,7 @@ def parsing(where: str, error: type[PacsError]) -> Iterator[None]:
         AttributeError,
         OverflowError,
         AssertionError,
-    ) as fault:
+    ) as failure:
         raise error(
-            f"{where} is malformed ({type(fault).__name__}: {fault}); restore it"
-        ) from fault
+            f"{where} is malformed ({type(failure).__name__}: {failure}); restore it"
+        ) from failure

@@ -11,29 +11,46 @@ _SERVER_PORTS = range(10_000, 19_000)
 _ATTEMPTS = 64
 
 
-def free_port(host: str, wanted: int = 0) -> int:
-    """`wanted`, or another port if `wanted` has a listener.
+def free_port(host: str, preferred: int = 0) -> int:
+    """`preferred`, or another port if `preferred` has a listener.
 
     The port is below those of Slurm jobs and of outgoing connections, which could use it before a
     slow server binds it.
+
+    Args:
+        host: Address on which the server will listen.
+        preferred: 0 for any port.
     """
-    try:
-        below = range(
-            _SERVER_PORTS.start, min(_SERVER_PORTS.stop, int(_KERNEL_RANGE.read_text().split()[0]))
-        )
-    except (OSError, ValueError, IndexError):
-        below = range(0)
-    # Processes with equal seeds choose different ports.
-    others = random.SystemRandom().choices(below, k=_ATTEMPTS) if below else []
-    for port in filter(None, (wanted, *others)):
+    candidates = [preferred] if preferred else []
+    ports = _ports_for_servers()
+    if ports:
+        # Seeded by the system, so that processes of a job choose different ports.
+        candidates += random.SystemRandom().choices(ports, k=_ATTEMPTS)
+
+    for port in candidates:
         with suppress(OSError):
             return _bound(host, port)
     return _bound(host, 0)
 
 
+def _ports_for_servers() -> range:
+    """The part of _SERVER_PORTS below the kernel's range for outgoing connections; empty where that
+    range is not readable.
+    """
+    try:
+        first_outgoing = int(_KERNEL_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return range(0)
+    return range(_SERVER_PORTS.start, min(_SERVER_PORTS.stop, first_outgoing))
+
+
 def _bound(host: str, port: int) -> int:
-    """Binds `port` and returns its number. Raises OSError if it has a listener."""
+    """Binds `port`, or any port for 0, and returns its number.
+
+    Raises OSError if the port has a listener.
+    """
     with socket.socket() as probe:
+        # A port in TIME_WAIT counts as free; for port 0 the kernel chooses one that nobody uses.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
         probe.bind((host, port))
         return int(probe.getsockname()[1])

@@ -15,6 +15,9 @@ AGENT_PID = "PACS_AGENT_PID"
 """Environment variable of ranks under torchrun: its pid."""
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Slurm sends these to every process of a job step; Ctrl-C reaches the whole foreground group."""
+_STATM_DATA = 5
+_STAT_START_TIME = 19
+"""Positions in /proc/<pid>/statm and in `stat_fields` (proc(5))"""
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL, parent_pid: int | None = None) -> None:
@@ -24,6 +27,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, parent_pid: int | N
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    # Compared after prctl, which has no effect for a parent that has already ended.
     if parent_pid is not None and os.getppid() != parent_pid:
         sys.exit(1)
 
@@ -35,17 +39,27 @@ def ignore_job_signals() -> None:
 
 
 def run_limited(work: Callable[[], Any], *, seconds: float, memory_bytes: int) -> Any:
-    """The JSON value of `work()`, computed in a fork that the kernel ends after `seconds` of CPU
-    time. Raises TimeoutError, or RuntimeError with type and message of an exception in `work`.
+    """The JSON value of `work()`, computed in a fork with limits.
+
+    Args:
+        work: Runs in the fork.
+        seconds: CPU time, after which the kernel ends the fork.
+        memory_bytes: Memory that the fork may use in addition to the memory of this process.
+
+    Raises:
+        TimeoutError: `work` needs more CPU time.
+        RuntimeError: `work` raises, with the exception's type and message, or the fork crashes.
     """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         _report_and_exit(work, writer, seconds, memory_bytes)
+
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         data = pipe.read()
     _, status = os.waitpid(pid, 0)
+
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) == signal.SIGPROF:
             raise TimeoutError
@@ -68,20 +82,28 @@ def _report_and_exit(
         for number in (*JOB_SIGNALS, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        fields = (
-            Path("/proc/self/statm").read_text().split() if sys.platform == "linux" else ["0"] * 6
-        )
-        limit_memory(int(fields[5]) * os.sysconf("SC_PAGE_SIZE") + memory_bytes)
+        limit_memory(_data_bytes() + memory_bytes)
+
+        report: tuple[str, Any]
         try:
             report = ("", work())
         except MemoryError:
             report = (f"more than {memory_bytes >> 20} MiB of memory", None)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (a panic of Rust is not an Exception)
             report = (f"{type(error).__name__}: {error}", None)
+
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(json.dumps(report).encode())
     finally:
         os._exit(0)
+
+
+def _data_bytes() -> int:
+    """Linux: size of this process's data and stack, which RLIMIT_DATA limits; 0 elsewhere."""
+    if sys.platform != "linux":
+        return 0
+    pages = Path("/proc/self/statm").read_text().split()[_STATM_DATA]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def limit_memory(limit_bytes: int) -> None:
@@ -98,9 +120,11 @@ def stat_fields(pid: int) -> list[str] | None:
     after the process's end.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
+    # The name of the command is in brackets and may contain spaces and brackets.
+    fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields
 
 
@@ -109,9 +133,10 @@ def start_ticks(pid: int) -> int | None:
     process.
     """
     fields = stat_fields(pid)
-    return None if fields is None else int(fields[19])
+    return None if fields is None else int(fields[_STAT_START_TIME])
 
 
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP (or a debugger) has stopped the process."""
-    return (stat_fields(pid) or "-")[0] in "Tt"
+    fields = stat_fields(pid)
+    return fields is not None and fields[0] in "Tt"

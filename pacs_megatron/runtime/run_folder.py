@@ -34,8 +34,13 @@ TENSORBOARD_FOLDER = "tensorboard"
 _FOLDERS = ("checkpoints", "rollouts", "hf", LOG_FOLDER, HEARTBEAT_FOLDER, TENSORBOARD_FOLDER)
 
 FIXED_KEYS = (
-    *("run.seed", "model.path", "objective.name", "objective.critic.path", "data."),
-    *("batch.prompts_per_step", "batch.samples_per_prompt"),
+    "run.seed",
+    "model.path",
+    "objective.name",
+    "objective.critic.path",
+    "data.",
+    "batch.prompts_per_step",
+    "batch.samples_per_prompt",
 )
 """Keys that a resumed run may not change, because its metrics would mix two experiments"""
 
@@ -61,8 +66,11 @@ def run_folder(loaded: LoadedConfig) -> Path:
 
 
 def check_run_folder(run_dir: Path) -> None:
-    """Raises ConfigError for a folder inside another run's folder, and for a file or link at the
-    path of a run's file.
+    """Checks that a run can write to `run_dir`, which need not exist.
+
+    Raises:
+        ConfigError: The folder is inside another run's folder, or a file or link has the path of a
+            file of the run.
     """
     for outer in run_dir.absolute().parents:
         if (outer / CONFIG_FILE).is_file() and (outer / HEARTBEAT_FOLDER).is_dir():
@@ -70,42 +78,50 @@ def check_run_folder(run_dir: Path) -> None:
                 f"{run_dir} is inside the folder of the run {outer}; choose another run.dir or "
                 "run.name"
             )
-    for folder in (run_dir, *(run_dir / name for name in _FOLDERS)):
+
+    folders = [run_dir, *(run_dir / name for name in _FOLDERS)]
+    for folder in folders:
         if os.path.lexists(folder) and not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder; remove it, or choose another run.name")
-    for path in (
-        run_dir / METRICS_FILE,
-        *(run_dir / LOG_FOLDER).glob("*"),
-        *(run_dir / "rollouts").glob("*"),
-    ):
-        if (
-            path.is_symlink() and not path.is_dir()
-        ):  # the run appends to some of these; a job links logs/latest
+
+    # The run appends to these files, so a link would change a file outside of the folder. A batch
+    # script makes the link logs/latest, to a folder.
+    files = [run_dir / METRICS_FILE]
+    files += (run_dir / LOG_FOLDER).glob("*")
+    files += (run_dir / "rollouts").glob("*")
+    for path in files:
+        if path.is_symlink() and not path.is_dir():
             raise ConfigError(
                 f"{path} is a link, not a file of the run; remove it, or choose another run.name"
             )
 
 
 def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
-    """Keys whose values differ from the last attempt's in this folder; empty where there was none.
+    """Keys whose values differ from the last attempt's in this folder; empty for the first attempt.
 
-    Raises ConfigError as `check_run_folder`, and when one of FIXED_KEYS differs.
+    Raises:
+        ConfigError: One of FIXED_KEYS differs, or `run_dir` is not the folder of a run, or
+            `check_run_folder` fails.
     """
     check_run_folder(run_dir)
-    target = run_dir / CONFIG_FILE
-    if not target.exists():
-        if (run_dir / METRICS_FILE).exists() and not (
-            run_dir / "checkpoints"
-        ).exists():  # the run would replace it
+    config_file = run_dir / CONFIG_FILE
+    if not config_file.exists():
+        # Metrics without a configuration and checkpoints are not of a run, and a run would replace
+        # them.
+        has_metrics = (run_dir / METRICS_FILE).exists()
+        if has_metrics and not (run_dir / "checkpoints").exists():
             raise ConfigError(
                 f"{run_dir} has {METRICS_FILE} and no {CONFIG_FILE}: not of a run; choose another "
                 "run.name"
             )
         return []
-    before = dict(leaves(load_config(target).config))
+
+    before = dict(leaves(load_config(config_file).config))
     after = dict(leaves(loaded.config))
-    changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-    forbidden = [key for key in changed if any(key.startswith(fixed) for fixed in FIXED_KEYS)]
+    changed = sorted(
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    )
+    forbidden = [key for key in changed if key.startswith(FIXED_KEYS)]
     if forbidden:
         raise ConfigError(
             f"{run_dir} contains a run with another {forbidden[0]}; use the same, or choose "
@@ -118,11 +134,15 @@ def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:
     """Writes `environment.json`: versions of this program, Python and the packages that matter, and
     `extra`.
     """
-    found = {
+    record = {
         "pacs-megatron": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-    packages = {name: version for name in PACKAGES if (version := installed(name)) is not None}
-    text = json.dumps({**found, **packages, **extra}, indent=2, ensure_ascii=False)
+    for package in PACKAGES:
+        version = installed(package)
+        if version is not None:
+            record[package] = version
+
+    text = json.dumps(record | dict(extra), indent=2, ensure_ascii=False)
     write_atomically(run_dir / ENVIRONMENT_FILE, [text.encode(), b"\n"])

@@ -28,7 +28,7 @@ from pacs_megatron.runtime.waiting import report_wait
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-_MAX_BYTES = 1 << 16
+_MAX_LEASE_BYTES = 1 << 16
 _HEARTBEAT_S = 5.0
 _STALE_S = 20.0
 """Seconds without a heartbeat after which another host's lease is stale"""
@@ -74,33 +74,35 @@ class RunLock(Closing):
         self._folder = run_dir.stat()
         self._file = _open(self._path)
         try:
-            self._take(run_dir, command)
+            self._acquire(run_dir, command)
         except BaseException:
             os.close(self._file)
             raise
+
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="run lock", daemon=True)
         self._thread.start()
 
-    def _take(self, run_dir: Path, command: str) -> None:
+    def _acquire(self, run_dir: Path, command: str) -> None:
         has_flock = _flock(self._file, run_dir)
         before = _read(self._path)
         if before is not None:
             if _is_alive(self._path, before):
-                raise _refusal(run_dir, before)
+                raise _in_use(run_dir, before)
             logger.warning(
                 "%s: lock of %s taken over: that process ended without releasing it",
                 run_dir,
                 before,
             )
+
         self._lease = _own_lease(command)
         self._write()
         if not has_flock:
             # Two processes may find the same stale lease; the one that wrote last keeps the lock.
             time.sleep(1.0)
-            found = _read(self._path)
-            if found is not None and found.token != self._lease.token:
-                raise _refusal(run_dir, found)
+            lease = _read(self._path)
+            if lease is not None and lease.token != self._lease.token:
+                raise _in_use(run_dir, lease)
 
     def _write(self) -> None:
         data = json.dumps(asdict(self._lease)).encode()
@@ -109,43 +111,48 @@ class RunLock(Closing):
             os.pwrite(self._file, data, 0)
             os.ftruncate(self._file, len(data))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._stop.wait(_HEARTBEAT_S):
             try:
-                self._keep()
+                self._check_lock()
                 self._lease = replace(self._lease, heartbeat=self._lease.heartbeat + 1)
                 self._write()
             except ConfigError as error:
+                # An exception would end this thread only, and the run would go on writing.
                 sys.stderr.write(
                     f"{type(error).__name__}: {error}; this process exits without a save\n"
                 )
                 sys.stderr.flush()
                 os._exit(int(ExitCode.FAILED))
-            except (
-                OSError
-            ) as error:  # a full disk, a busy file server: the next heartbeat may succeed
+            except OSError as error:
+                # A full disk or a busy file server: the next heartbeat may succeed.
                 logger.warning("%s: heartbeat not written: %s", self._path, error)
 
-    def _keep(self) -> None:
-        """Restores a removed lock.
+    def _check_lock(self) -> None:
+        """Restores a removed lock file.
 
-        Raises ConfigError when the folder was removed or another process has taken it over.
+        Raises:
+            FolderInUseError: Another process has taken the folder over.
+            ConfigError: The folder was removed or replaced.
         """
         folder = self._path.parent
-        found = _read(self._path)
-        if found is not None and found.token != self._lease.token:
+        lease = _read(self._path)
+        if lease is not None and lease.token != self._lease.token:
             raise FolderInUseError(
-                f"{folder}: {found} took this folder over while this process was stopped"
+                f"{folder}: {lease} took this folder over while this process was stopped"
             )
-        if found is not None:
+        if lease is not None:
             return
+
         if not folder.exists() or not os.path.samestat(folder.stat(), self._folder):
             raise ConfigError(
                 f"{folder} was removed, renamed or replaced while this process used it"
             )
         if self._path.exists():
             return
-        # first: a descriptor of a failed attempt stays open
+
+        # Opened before the old descriptor is closed: after a failure, the next heartbeat would
+        # write to the closed number, which may belong to another file by then.
         before = self._file
         self._file = _open(self._path)
         os.close(before)
@@ -174,29 +181,32 @@ def lock_owner(run_dir: Path) -> Lease | None:
     """
     path = run_dir / LOCK_FILE
     lease = _read(path)
-    return lease if lease is not None and _is_alive(path, lease) else None
+    if lease is None or not _is_alive(path, lease):
+        return None
+    return lease
 
 
 def check_not_locked(run_dir: Path) -> None:
     """Raises FolderInUseError when a live process holds the lock of `run_dir`."""
-    if (owner := lock_owner(run_dir)) is not None:
-        raise _refusal(run_dir, owner)
+    owner = lock_owner(run_dir)
+    if owner is not None:
+        raise _in_use(run_dir, owner)
 
 
-def _refusal(run_dir: Path, owner: Lease | None) -> FolderInUseError:
+def _in_use(run_dir: Path, owner: Lease | None) -> FolderInUseError:
     fix = "stop that process, choose another run.name, or another --out"
     return FolderInUseError(f"{run_dir} is in use by {owner or 'another process'}; {fix}")
 
 
 def _flock(file: int, run_dir: Path) -> bool:
-    """False where the file system has no flock.
+    """Takes the flock; returns False where the file system has none.
 
     Raises FolderInUseError when another process holds it.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _refusal(run_dir, _read(run_dir / LOCK_FILE)) from None
+        raise _in_use(run_dir, _read(run_dir / LOCK_FILE)) from None
     except OSError as error:
         logger.info(
             "%s: no flock here (%s); the lease alone guards the folder", run_dir, error.strerror
@@ -206,49 +216,56 @@ def _flock(file: int, run_dir: Path) -> bool:
 
 
 def _read(path: Path) -> Lease | None:
-    """None for a released lock; also for a torn write, whose writer has died, and for anything that
-    is no lease.
+    """None for a released lock; also for a torn write, whose writer has died, and for any other
+    content that is not a lease.
     """
     try:
-        lease = Lease(**read_object(path, max_bytes=_MAX_BYTES))
+        lease = Lease(**read_object(path, max_bytes=_MAX_LEASE_BYTES))
     except (DataError, TypeError):
         return None
-    has_types = all(type(getattr(lease, field.name)) is field.type for field in fields(lease))
-    return lease if has_types and str(lease).isprintable() else None
+
+    for field in fields(lease):
+        if type(getattr(lease, field.name)) is not field.type:
+            return None
+    return lease if str(lease).isprintable() else None
 
 
 def _own_lease(command: str) -> Lease:
-    started = str(start_ticks(os.getpid()) or "")
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    """A new lease of this process."""
     return Lease(
-        command,
-        socket.gethostname(),
-        _namespace(),
-        os.getpid(),
-        started,
-        since,
+        command=command,
+        host=socket.gethostname(),
+        namespace=_namespace(),
+        pid=os.getpid(),
+        started=str(start_ticks(os.getpid()) or ""),
+        since=time.strftime("%Y-%m-%d %H:%M:%S"),
         token=uuid.uuid4().hex,
     )
 
 
 def _is_alive(path: Path, lease: Lease) -> bool:
+    """Whether the process of `lease` runs: looks it up on this host, else waits for a heartbeat."""
     if (lease.host, lease.namespace) == (socket.gethostname(), _namespace()):
         ticks = start_ticks(lease.pid)
         return ticks is not None and str(ticks) == lease.started
+
     try:
-        if time.time() - path.stat().st_mtime > _CERTAINLY_STALE_S:
-            return False
+        age_s = time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return False
+    if age_s > _CERTAINLY_STALE_S:
+        return False
+
     deadline = time.monotonic() + _STALE_S
     with report_wait(f"up to {_STALE_S:.0f} s for a heartbeat of {lease} in {path.parent}"):
         while time.monotonic() < deadline:
             time.sleep(0.5)
-            found = _read(path)
-            if found is None:
-                if not path.is_file() or path.stat().st_size == 0:
-                    return False  # released
-            elif (found.token, found.heartbeat) != (lease.token, lease.heartbeat):
+            latest = _read(path)
+            if latest is None:
+                is_released = not path.is_file() or path.stat().st_size == 0
+                if is_released:
+                    return False
+            elif (latest.token, latest.heartbeat) != (lease.token, lease.heartbeat):
                 return True
     return False
 

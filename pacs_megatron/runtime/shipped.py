@@ -18,23 +18,30 @@ def shipped_folder(name: str) -> Path:
 
 
 def run_file(text: str, kind: str = "runs") -> Path:
-    """A path, or the file of a shipped configuration, such as `pacs-qwen3-8b-1n8g-tp2`.
+    """The path of a configuration that the user named.
 
-    Raises ConfigError.
+    Args:
+        text: A path, or the name of a shipped configuration, such as `pacs-qwen3-8b-1n8g-tp2`.
+        kind: Folder of the shipped configurations, below `configs`.
+
+    Raises:
+        ConfigError: `text` is neither.
     """
     path = Path(text)
-    if path.exists() or path.suffix in (".yaml", ".yml") or path.name != text:
+    is_plain_name = path.name == text and path.suffix not in (".yaml", ".yml")
+    if path.exists() or not is_plain_name:
         return path
+
     folder = shipped_folder("configs") / kind
-    found = folder / f"{text}.yaml"
-    if not found.is_file():
-        names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+    file = folder / f"{text}.yaml"
+    if not file.is_file():
+        names = ", ".join(sorted(shipped.stem for shipped in folder.glob("*.yaml")))
         raise ConfigError(
             f"{text}: neither a file nor a shipped configuration; give a path or one of {names}"
         )
-    return found
+    return file
 
 
 def cluster_file(text: str) -> Path:
-    """As `run_file`, of a cluster, such as `example-bare`."""
+    """Same as `run_file` for the configuration of a cluster, such as `example-bare`."""
     return run_file(text, "clusters")

@@ -1,4 +1,4 @@
-"""Reports long waits from a separate thread, because the waiting thread may be inside a C++ call."""
+"""Reports long waits from a separate thread; the waiting thread may be inside a C++ call."""
 
 import contextlib
 import logging
@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 NOTICE_S = 4.0
+"""Seconds after which the first line reports a wait"""
 MAX_INTERVAL_S = 60.0
+NOT_RUN = 127
+"""Exit status of `try_program` for a program that did not run, as in a shell"""
+_open = threading.local()
+"""The thread's open blocks of `report_wait`, outermost first, as `stack`"""
 
 
 def next_notice_s(waited_s: float) -> float:
     """Seconds to the next report of a wait: every 5 s, after a minute every minute."""
     return 5.0 if waited_s < MAX_INTERVAL_S else MAX_INTERVAL_S
-
-
-NO_PROGRAM = 127
-"""Exit status of `try_program` for a program that did not run, as in a shell"""
-_open = threading.local()
 
 
 @contextlib.contextmanager
@@ -46,12 +46,18 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
-    """Logs `reason`, if not empty, after NOTICE_S in the block, then as `next_notice_s`: the
-    innermost block of a thread does, except where that is one of many short waits.
+    """Logs that the block waits, after NOTICE_S and then at the intervals of `next_notice_s`.
+
+    Only one of a thread's nested blocks logs: the innermost one, or an outer one while the
+    innermost has been open for less than half of NOTICE_S, as in a series of short waits.
+
+    Args:
+        reason: The object of the line "waiting ...", or a function that returns it. Nothing is
+            logged while it is empty.
     """
     start = time.monotonic()
     done = threading.Event()
-    stack: list[tuple[object, float]] = _open.__dict__.setdefault("stack", [])
+    stack: list[tuple[threading.Event, float]] = _open.__dict__.setdefault("stack", [])
     stack.append((done, start))
 
     def report() -> None:
@@ -60,8 +66,9 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
             waited = time.monotonic() - start
             interval = next_notice_s(waited)
             text = reason if isinstance(reason, str) else reason()
-            for innermost, since in stack[-1:]:  # empty where the block ends just now
-                if text and (innermost is done or time.monotonic() - since < NOTICE_S / 2):
+            for innermost, since in stack[-1:]:  # empty if the block ends just now
+                is_short = time.monotonic() - since < NOTICE_S / 2
+                if text and (innermost is done or is_short):
                     logger.warning("waiting %s: %.0f s", text, waited)
 
     thread = threading.Thread(target=report, name="report wait", daemon=True)
@@ -79,7 +86,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program and returns its status and output; reports a long wait.
 
-    Raises as `subprocess.run` without `check`.
+    Raises the errors of `subprocess.run` without `check`.
     """
     with report_wait(f"for the program `{' '.join(command[:3])}`"):
         return subprocess.run(
@@ -93,10 +100,13 @@ def run_program(
 
 
 def try_program(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """`run_program`; NO_PROGRAM and the reason as standard error if the program does not start, or
-    not end in time.
+    """Same as `run_program`, without exceptions.
+
+    A program that does not start, or does not end in time, has the status NOT_RUN and the reason as
+    standard error.
     """
     try:
         return run_program(command, timeout_s=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, NO_PROGRAM, "", " ".join(str(error).split()))
+        reason = " ".join(str(error).split())
+        return subprocess.CompletedProcess(command, NOT_RUN, "", reason)

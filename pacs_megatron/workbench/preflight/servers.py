@@ -10,7 +10,7 @@ from pathlib import Path
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
-from pacs_megatron.runtime.waiting import NO_PROGRAM, try_program
+from pacs_megatron.runtime.waiting import NOT_RUN, try_program
 from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
 from pacs_megatron.workbench.preflight.check import Check, attempt, judged
 from pacs_megatron.workbench.preflight.doctor import SGLANG_VERSION_CODE
@@ -112,7 +112,7 @@ def _version(servers: SglangServers) -> Check:
     program = " ".join(servers.python)
     done = try_program([*servers.python, "-c", SGLANG_VERSION_CODE], timeout_s=_IMPORT_S)
     found = done.stdout.strip()
-    if done.returncode == NO_PROGRAM:
+    if done.returncode == NOT_RUN:
         return Check("fail", key, f"{program}: {done.stderr}", "set an existing interpreter")
     if done.returncode or not found:
         fix = "install sglang there (make install-sglang), or set the interpreter that has it"
