@@ -486,7 +486,7 @@ class RunConfig(Options):
 
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
-        self.objective.refuse_updates_per_step(self.batch.num_updates)
+        self.objective.check_updates_per_step(self.batch.num_updates)
         if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(
                 f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective "

@@ -1,4 +1,4 @@
 """Training objectives: pure functions from per-token log-probs and verified labels to a loss.
 
-No process groups.
+They use no process groups.
 """

@@ -1,9 +1,11 @@
 """CISPO (arXiv:2506.13585, MiniMax-M1, equations 4 and 5): clips a token's importance weight, but
 never its gradient.
 
-l = -sg(min(rho, 1 + high)) A log pi_theta per token, mean over all tokens of the mini-batch, A = (R
-- mean) / s in the group, no KL term. The paper has no lower bound and does not state its upper
-bound. The default bounds rho at 5, as ms-swift's `epsilon_high=5.0` does.
+    l = -sg(min(rho, 1 + high)) A log pi_theta
+
+per token, mean over all tokens of the mini-batch, A = (R - mean) / s in the group, no KL term. The
+paper has no lower bound and does not state its upper bound. The default bounds rho at 5, the same
+as ms-swift's `epsilon_high=5.0`.
 """
 
 from typing import Literal
@@ -25,12 +27,15 @@ class CispoOptions(TokenMeanOptions):
 
 
 class Cispo(PolicyGradient, options=CispoOptions):
+    """CISPO; see `PolicyGradient` for the arguments."""
+
     options: CispoOptions
 
     def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
+        """l (equation 4) of each token, [t]."""
         weight = ratio.detach().clamp(max=1.0 + self.options.clip_high)
         return -weight * advantage * tokens.logprobs
 
     def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """bool [t], tokens whose weight is the bound instead of the ratio."""
+        """The tokens whose weight is the bound instead of the ratio, bool [t]."""
         return (ratio > 1.0 + self.options.clip_high) & (advantage != 0)

@@ -2,10 +2,13 @@
 
 GRPO with a higher upper clip, a mean over tokens, and a soft punishment of long responses.
 
-l = -min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A) per token, mean over all tokens of the mini-batch
-(equation 8), A = (R -
-mean) / s in the group (equation 9), no KL term. Equation 13 adds to R
+    l = -min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A)
+
+per token, mean over all tokens of the mini-batch (equation 8), A = (R - mean) / s in the group
+(equation 9), no KL term. Equation 13 adds to R
+
     overlong_penalty * min(0, (overlong_length - overlong_buffer - |o|) / overlong_buffer),
+
 but at least -overlong_penalty. verl's reward_manager/dapo.py has no lower bound, which gives the
 same value because responses end at overlong_length. The paper uses overlong_length = 20480,
 overlong_buffer = 4096, and rewards of 1 and -1 with a punishment of up to 1. This project's rewards
@@ -49,18 +52,17 @@ class DapoOptions(TokenMeanOptions, ClippedOptions):
     """Largest punishment, in units of the reward."""
 
     @model_validator(mode="after")
-    def _refuse_half_a_punishment(self) -> Self:
+    def _check_punishment(self) -> Self:
         length = self.overlong_length
         buffer = self.overlong_buffer
+        default_penalty = type(self).model_fields["overlong_penalty"].default
+
         if (length is None) != (buffer is None):
             raise ValueError(
                 f"objective.overlong_length={length} and objective.overlong_buffer={buffer} go "
                 "together; set both or none"
             )
-        if (
-            length is None
-            and self.overlong_penalty != type(self).model_fields["overlong_penalty"].default
-        ):
+        if length is None and self.overlong_penalty != default_penalty:
             raise ValueError(
                 f"objective.overlong_penalty={self.overlong_penalty} is not used without "
                 "overlong_length; set it too"
@@ -74,12 +76,17 @@ class DapoOptions(TokenMeanOptions, ClippedOptions):
 
 
 class Dapo(PolicyGradient, options=DapoOptions):
+    """DAPO; see `PolicyGradient` for the arguments."""
+
     options: DapoOptions
 
     def rewards(self, facts: SampleFacts) -> FloatArray:
+        """R with the punishment of long responses (equation 13), float64 [n]."""
         length = self.options.overlong_length
         buffer = self.options.overlong_buffer
         if length is None or buffer is None:
             return np.asarray(facts.rewards)
-        share = np.clip((facts.response_lens - (length - buffer)) / buffer, 0.0, 1.0)
+
+        excess = (facts.response_lens - (length - buffer)) / buffer
+        share = np.clip(excess, 0.0, 1.0)
         return np.asarray(facts.rewards - self.options.overlong_penalty * share)

@@ -20,7 +20,9 @@ from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 
 class DrGrpoOptions(ClippedOptions):
-    """Dr. GRPO: GRPO without the standard deviation and without the response's length as a divisor."""
+    """Dr. GRPO: GRPO without the standard deviation and without the response's length as a
+    divisor.
+    """
 
     name: Literal["dr_grpo"]
     """Name of the objective."""
@@ -30,10 +32,14 @@ class DrGrpoOptions(ClippedOptions):
 
 
 class DrGrpo(PolicyGradient, options=DrGrpoOptions):
+    """Dr. GRPO; see `PolicyGradient` for the arguments."""
+
     options: DrGrpoOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
+        """R - mean of the group, float64 [m]."""
         return table.centred(rewards)
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
+        """1/(N constant_length), float64 [n]."""
         return mean_weights(facts.response_lens, "dr_grpo", self.options.constant_length)

@@ -1,8 +1,10 @@
 """GRPO (arXiv:2402.03300, equations 3 and 4). Its variants are in separate files.
 
-l = -min(rho A, clip(rho, 1 - low, 1 + high) A) per token, mean over all tokens of the mini-batch
-(the paper's mean of sequence means is `loss_mean: sequence`), A = (R - mean) / (s + 1e-6) in the
-group, with the unbiased s. Defaults: clip 0.2; the paper's KL term is `kl_coef: 0.04`.
+    l = -min(rho A, clip(rho, 1 - low, 1 + high) A)
+
+per token, mean over all tokens of the mini-batch (the paper's mean of sequence means is
+`loss_mean: sequence`), A = (R - mean) / (s + 1e-6) in the group, with the unbiased s. Defaults:
+clip 0.2; the paper's KL term is `kl_coef: 0.04`.
 """
 
 from typing import Literal

@@ -1,12 +1,15 @@
 """PPO with a critic (arXiv:1707.06347; advantages: GAE, arXiv:1506.02438).
 
-delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l}, return G_t = A_t
-+ V_t. V_t is the critic's value before response token t, with the step-start weights. The value
-after the last token is 0, also for a truncated response, because the length limit is a part of the
-task. r_t is the verifier's reward at the last token; `kl_in: reward` subtracts kl_coef * k_t at
-each token. A is whitened over all tokens of the rollout batch, (A - mean) / sqrt(var + 1e-8) with
-the unbiased variance; G is not. Policy: -min(rho A, clip(rho, 0.8, 1.2) A) per token. Critic: 0.5
-max((V - G)^2, (clip(V, V_start - c, V_start + c) - G)^2) per token, with the mean of `loss_mean`.
+    delta_t = r_t + gamma V_{t+1} - V_t
+    A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l}         (GAE, equation 16)
+    return G_t = A_t + V_t
+
+V_t is the critic's value before response token t, with the step-start weights. The value after the
+last token is 0, also for a truncated response, because the length limit is a part of the task. r_t
+is the verifier's reward at the last token; `kl_in: reward` subtracts kl_coef * k_t at each token. A
+is whitened over all tokens of the rollout batch, (A - mean) / sqrt(var + 1e-8) with the unbiased
+variance; G is not. Policy: -min(rho A, clip(rho, 0.8, 1.2) A) per token. Critic: 0.5 max((V - G)^2,
+(clip(V, V_start - c, V_start + c) - G)^2) per token, with the mean of `loss_mean`.
 
 The formulas are those of the authors' baseline, verl's core_algos.py
 (`compute_gae_advantage_return`, `compute_value_loss`) and torch_functional.py (`masked_whiten`);
@@ -24,7 +27,7 @@ from pydantic import Field, model_validator
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.options import Options
-from pacs_megatron.objectives.shared.base import Objective, at_tokens, given
+from pacs_megatron.objectives.shared.base import Objective, at_tokens, required
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import (
@@ -74,22 +77,25 @@ class PpoOptions(TokenMeanOptions, ClippedOptions):
     """The critic."""
 
     @model_validator(mode="after")
-    def _refuse_estimates_of_kl(self) -> Self:
+    def _check_kl_estimator(self) -> Self:
         if self.kl_in == "reward" and self.kl_estimator != "k1":
             raise ValueError(
                 f"objective.kl_estimator={self.kl_estimator} with kl_in=reward does not go with "
-                "objective.name=ppo: only k1 is an unbiased estimate of each token's KL; use k1, "
-                "or kl_in=loss"
+                "objective.name=ppo: only k1 "
+                "is an unbiased estimate of each token's KL; use k1, or kl_in=loss"
             )
         return self
 
 
 class Ppo(PolicyGradient, options=PpoOptions):
+    """The policy's objective; see `PolicyGradient` for the arguments."""
+
     options: PpoOptions
 
     def __init__(self, options: PpoOptions) -> None:
         super().__init__(options)
-        # in the rewards of `estimate`
+        # The KL is a part of each token's reward in `estimate`, not of the sample's reward in
+        # `prepare_step`.
         self.has_token_kl = self.kl_in_reward
         self.kl_in_reward = False
         self.passes["value"] = 0
@@ -102,27 +108,35 @@ class Ppo(PolicyGradient, options=PpoOptions):
         step_starts: Sequence[FloatArray],
         references: Sequence[FloatArray],
     ) -> tuple[list[FloatArray], list[FloatArray]]:
-        """(advantages before whitening, returns) of samples, float64 [response] each.
+        """Advantages by GAE, before whitening, and returns.
 
-        The log-probs (the last two arguments) are empty without a KL in the reward.
+        Args:
+            rewards: the verifier's, of each sample.
+            values: [response] each, V.
+            step_starts: [response] each, log-probs; empty without a KL in the reward.
+            references: [response] each, log-probs; empty without a KL in the reward.
+
+        Returns:
+            (advantages, returns), float64 [response] each.
         """
-        per_token = [np.zeros(len(value)) for value in values]
-        for row, (own, reward) in enumerate(zip(per_token, rewards, strict=True)):
+        token_rewards = [np.zeros(len(value)) for value in values]
+        for row, (of_tokens, reward) in enumerate(zip(token_rewards, rewards, strict=True)):
             if self.has_token_kl:
-                own -= self.options.kl_coef * (
-                    step_starts[row].astype(np.float64) - references[row]
-                )
-            own[-1] += reward
-        advantages = gae(per_token, values, self.options.gamma, self.options.lam)
-        return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+                kl = step_starts[row].astype(np.float64) - references[row]
+                of_tokens -= self.options.kl_coef * kl
+            of_tokens[-1] += reward
+
+        advantages = gae(token_rewards, values, self.options.gamma, self.options.lam)
+        returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+        return advantages, returns
 
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
         """Mean |A| of each sample id, from the engine."""
-        return dict(
-            zip(facts.ids, given(facts.advantage_abs, "facts.advantage_abs").tolist(), strict=True)
-        )
+        sizes = required(facts.advantage_abs, "facts.advantage_abs")
+        return dict(zip(facts.ids, sizes.tolist(), strict=True))
 
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
+        """The whitened advantage of each token, [t]."""
         return tokens.estimates["advantage"]
 
 
@@ -133,44 +147,44 @@ class ValueLoss(Objective):
     options: PpoOptions
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """Per sample [n] float64: `token_weight`, the weight of each of its tokens."""
+        """Per sample, float64 [n]: `token_weight`, the weight of each of its tokens."""
         weights = mean_weights(
             facts.response_lens, self.options.loss_mean, self.options.constant_length
         )
         return Prepared(per_sample={"token_weight": torch.from_numpy(weights)})
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t]; its masked sum is the true loss."""
+        """Each token's loss, [t]; its masked sum is the true loss."""
         weight = at_tokens(prepared.per_sample["token_weight"], tokens).to(tokens.logprobs.dtype)
-        loss = (tokens.logprobs - tokens.estimates["return"]).square()
+        returns = tokens.estimates["return"]
+        loss = (tokens.logprobs - returns).square()
         if self.options.value_clip is not None:
-            loss = torch.maximum(
-                loss, (self._clipped(tokens) - tokens.estimates["return"]).square()
-            )
+            clipped_loss = (self._clipped(tokens) - returns).square()
+            loss = torch.maximum(loss, clipped_loss)
         return 0.5 * weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """Sums over tokens for `explained_variance`, and `clip_frac`, the share of tokens with a
-        clipped loss.
+        """Each token's part of the sums of `explained_variance`, and of `clip_frac`, the share of
+        tokens with a clipped loss; [t] each.
         """
         returns = tokens.estimates["return"].double()
         error = returns - tokens.logprobs
-        clipped = torch.zeros_like(returns)
+        is_clipped = torch.zeros_like(returns)
         if self.options.value_clip is not None:
-            clipped = ((self._clipped(tokens) - returns).square() > error.square()).double()
-        sums = {
-            "return": returns,
-            "return_square": returns.square(),
-            "error": error,
-            "error_square": error.square(),
-        }
+            clipped_error = self._clipped(tokens) - returns
+            is_clipped = (clipped_error.square() > error.square()).double()
+
         num_tokens = tokens.response_lens.sum().clamp(min=1)
-        return {f"sum/{name}": values for name, values in sums.items()} | {
-            "critic/clip_frac": clipped / num_tokens
+        return {
+            "sum/return": returns,
+            "sum/return_square": returns.square(),
+            "sum/error": error,
+            "sum/error_square": error.square(),
+            "critic/clip_frac": is_clipped / num_tokens,
         }
 
     def _clipped(self, tokens: TokenRecord) -> Tensor:
-        """[t], V clipped to V_start +- value_clip, without gradient outside."""
+        """V clipped to V_start +- value_clip, [t], without gradient outside."""
         start = tokens.estimates["value"]
         bound = self.options.value_clip
         assert bound is not None
@@ -180,13 +194,26 @@ class ValueLoss(Objective):
 def gae(
     rewards: Sequence[FloatArray], values: Sequence[FloatArray], gamma: float, lam: float
 ) -> list[FloatArray]:
-    """A_t of every token, float64 [response] each."""
+    """A_t of every token (GAE, equation 16), by its recursion from the last token backwards.
+
+    Args:
+        rewards: [response] each, r.
+        values: [response] each, V.
+        gamma: discount.
+        lam: lambda.
+
+    Returns:
+        float64 [response] each.
+    """
     lens = [len(value) for value in values]
     width = max(lens, default=0)
-    delta = np.zeros((len(values), width))  # right-aligned: every last token is in the last column
+
+    # Right-aligned: every last token is in the last column, so one loop serves all samples.
+    advantages = np.zeros((len(values), width))
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
-        following = np.append(value[1:].astype(np.float64), 0.0)
-        delta[row, width - lens[row] :] = reward + gamma * following - value
+        next_value = np.append(value[1:].astype(np.float64), 0.0)
+        advantages[row, width - lens[row] :] = reward + gamma * next_value - value
+
     for column in range(width - 2, -1, -1):
-        delta[:, column] += gamma * lam * delta[:, column + 1]
-    return [delta[row, width - length :] for row, length in enumerate(lens)]
+        advantages[:, column] += gamma * lam * advantages[:, column + 1]
+    return [advantages[row, width - length :] for row, length in enumerate(lens)]

@@ -1,12 +1,14 @@
 """REAL, rewards as labels (arXiv:2602.05630), and its BCE variant: classification of the mean
 log-ratio.
 
-s = mean_t(log pi_theta - log pi_step_start). REAL: per group log(1 + sum over correct i of exp(-s_i
-/ tau)) + log(1 + sum over incorrect j of exp(s_j / tau)), summed over groups with both classes and
-divided by all groups of the mini-batch. BCE: cross entropy of sigmoid(s / tau) against the label,
-mean over the samples of groups with both classes. tau = 0.5. The formulas are those of the authors'
-code (Red-RL/REAL: compute_policy_loss_real, compute_policy_loss_bce). Its scripts have no KL and no
-entropy term, and use `delta` in a metric only.
+    s = mean_t(log pi_theta - log pi_step_start)
+
+REAL: per group log(1 + sum over correct i of exp(-s_i / tau)) + log(1 + sum over incorrect j of
+exp(s_j / tau)), summed over groups with both classes and divided by all groups of the mini-batch.
+BCE: cross entropy of sigmoid(s / tau) against the label, mean over the samples of groups with both
+classes. tau = 0.5. The formulas are those of the authors' code (Red-RL/REAL:
+compute_policy_loss_real, compute_policy_loss_bce). Its scripts have no KL and no entropy term, and
+use `delta` in a metric only.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from pydantic import Field
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
-from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens, given
+from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens, required
 from pacs_megatron.objectives.shared.groups import build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
@@ -38,6 +40,8 @@ class RealOptions(CommonOptions):
 
 
 class Real(Objective, options=RealOptions):
+    """REAL; see `Objective` for the protocol."""
+
     coupling: Coupling = "group"
     passes: Mapping[LogprobSource, int] = {"step_start": 1}
     coupled_by: Mapping[Statistic, int] = {"score": 1}
@@ -45,15 +49,20 @@ class Real(Objective, options=RealOptions):
     options: RealOptions
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
-        """float64 [t], the token's part of s. Raises ValueError without step-start log-probs."""
-        step_start = given(tokens.step_start_logprobs, "step_start log-probs")
+        """Each token's part of s, float64 [t].
+
+        Raises:
+            ValueError: the step-start log-probs are missing.
+        """
+        step_start = required(tokens.step_start_logprobs, "step_start log-probs")
         lens = at_tokens(tokens.response_lens, tokens).clamp(min=1).double()
         return (tokens.logprobs.double() - step_start.double()) / lens
 
     def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
-        """Per sample [n] float64: `share` 1 / Q of its group, 0 in groups of one class."""
+        """`share` 1 / Q of each sample's group, 0 in groups of one class; float64 [n]."""
         table = build_table(facts)
-        counted = (~one_class(table.labels, table)).double()[table.group_of_sample]
+        has_two_classes = ~one_class(table.labels, table)
+        counted = has_two_classes.double()[table.group_of_sample]
         return {"share": by_row(counted / self._divisor(counted, table.num_groups), table)}
 
     def couple(
@@ -63,10 +72,17 @@ class Real(Objective, options=RealOptions):
         sampler_ratios: Tensor | None,
         known: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """[m] float64:
+        """Coefficients and losses of coupled samples.
 
-        `coefficient`, the derivative of the loss by each token's log-prob, and `loss` of the
-        sample.
+        Args:
+            table: m samples in whole groups.
+            scores: [m], float64, s; None: the first update, where s is 0.
+            sampler_ratios: not used.
+            known: `share`, float64 [m].
+
+        Returns:
+            float64 [m] each: `coefficient`, the derivative of the loss by each token's log-prob,
+            and `loss` of the sample.
         """
         s = torch.zeros_like(table.labels) if scores is None else scores
         loss, slope = self._loss(s / self.options.tau, table)
@@ -77,20 +93,21 @@ class Real(Objective, options=RealOptions):
         }
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """Per sample [n] float64: `coefficient`; see `couple`."""
+        """Per sample, float64 [n]: `coefficient`; see `couple`."""
         table = build_table(facts)
         known = {
             name: values[table.rows] for name, values in self.known(facts, step_inputs).items()
         }
-        found = self.couple(table, None if scores is None else scores[table.rows], None, known)
-        coefficient = by_row(found["coefficient"], table)
+        table_scores = None if scores is None else scores[table.rows]
+        coupled = self.couple(table, table_scores, None, known)
+
+        coefficient = by_row(coupled["coefficient"], table)
+        one_class_frac = float(one_class(table.labels, table).double().mean())
         return Prepared(
             per_sample={"coefficient": coefficient},
-            loss=float(found["loss"].sum()),
+            loss=float(coupled["loss"].sum()),
             metrics={
-                f"{self.name}/one_class_group_frac": float(
-                    one_class(table.labels, table).double().mean()
-                ),
+                f"{self.name}/one_class_group_frac": one_class_frac,
                 f"{self.name}/truncated_frac": float(facts.truncated.sum()) / facts.num_samples,
             },
             denominators={f"{self.name}/one_class_group_frac": float(table.num_groups)},
@@ -98,28 +115,40 @@ class Real(Objective, options=RealOptions):
         )
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t], a surrogate, not the loss: the gradient of its sum is the gradient of the loss."""
-        return (
-            at_tokens(prepared.per_sample["coefficient"], tokens).to(tokens.logprobs.dtype)
-            * tokens.logprobs
-        )
+        """Coefficient times log-prob of each token, [t].
+
+        This is a surrogate, not the loss: the gradient of its sum is the gradient of the loss.
+        """
+        coefficient = at_tokens(prepared.per_sample["coefficient"], tokens)
+        return coefficient.to(tokens.logprobs.dtype) * tokens.logprobs
 
     def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:
-        """Number of all groups: groups of one class count, although they have no loss."""
+        """Number of all groups: groups of one class count, although they have no loss.
+
+        Args:
+            counted: [m], 1 for samples of groups with both classes, else 0.
+        """
         return num_groups
 
     def _loss(self, logits: Tensor, table: SampleTable) -> tuple[Tensor, Tensor]:
-        """(each sample's share of its group's loss, derivative of the group's loss by the sample's
-        logit), [m] each.
+        """The loss of each group, and its derivative.
+
+        Args:
+            logits: [m], s / tau.
+
+        Returns:
+            (each sample's share of its group's loss, derivative of the group's loss by the
+            sample's logit), [m] each.
         """
         sign = 1.0 - 2.0 * table.labels
         terms = (sign * logits).clamp(max=MAX_EXPONENT).exp()
-        own_class = torch.where(
-            table.labels == 1.0,
-            table.total(terms * table.labels)[table.group_of_sample],
-            table.total(terms * (1.0 - table.labels))[table.group_of_sample],
-        )
-        return own_class.log1p() * terms / own_class, sign * terms / (1.0 + own_class)
+        correct_sum = table.total(terms * table.labels)[table.group_of_sample]
+        incorrect_sum = table.total(terms * (1.0 - table.labels))[table.group_of_sample]
+        class_sum = torch.where(table.labels == 1.0, correct_sum, incorrect_sum)
+
+        # A sample's share of log(1 + sum of its class) is its part of that sum.
+        loss = class_sum.log1p() * terms / class_sum
+        return loss, sign * terms / (1.0 + class_sum)
 
 
 class RealBceOptions(RealOptions):
@@ -130,6 +159,8 @@ class RealBceOptions(RealOptions):
 
 
 class RealBce(Real, options=RealBceOptions):
+    """REAL's BCE variant; see `Objective` for the protocol."""
+
     coupling: Coupling = "sample"
 
     def _divisor(self, counted: Tensor, num_groups: int) -> Tensor | int:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations. Does not use groups."""
+"""Supervised fine-tuning: the mean negative log-likelihood of demonstrations, without groups."""
 
 from typing import Any, ClassVar, Literal
 
@@ -29,11 +29,11 @@ class Sft(Objective, options=SftOptions):
     options: SftOptions
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """Per sample [n] float64: `token_weight`, the weight of each of its tokens."""
+        """Per sample, float64 [n]: `token_weight`, the weight of each of its tokens."""
         weights = mean_weights(facts.response_lens, self.options.loss_mean)
         return Prepared(per_sample={"token_weight": torch.from_numpy(weights)})
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t]; its masked sum is the true loss, nats."""
+        """Each token's loss, [t], nats; its masked sum is the true loss."""
         weight = at_tokens(prepared.per_sample["token_weight"], tokens).to(tokens.logprobs.dtype)
         return -weight * tokens.logprobs

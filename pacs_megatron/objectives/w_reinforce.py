@@ -3,9 +3,13 @@ responses.
 
 W-REINFORCE: A = positive_weight on correct samples and -1 on incorrect ones. `classes: positive`
 (PSR) trains on correct samples only, with A = 1. `negative` (NSR) trains on incorrect samples only,
-with A = -1. l = -min(rho A, clip(rho, 0.8, 1.2) A) per token, mean over the trained samples'
-tokens. Defaults: positive_weight 0.1, no KL term. The formulas are those of
-TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`, and the subset in ray_trainer.py).
+with A = -1.
+
+    l = -min(rho A, clip(rho, 0.8, 1.2) A)
+
+per token, mean over the trained samples' tokens. Defaults: positive_weight 0.1, no KL term. The
+formulas are those of TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`, and the
+subset in ray_trainer.py).
 """
 
 from typing import ClassVar, Literal, Self
@@ -33,15 +37,14 @@ class WReinforceOptions(ClippedOptions):
     classes: Literal["both", "positive", "negative"] = "both"
     """Classes of the trained samples. `both`: W-REINFORCE; `positive`: PSR; `negative`: NSR."""
     positive_weight: float | None = Field(
-        default_factory=lambda given: 0.1 if given["classes"] == "both" else None, gt=0
+        default_factory=lambda options: 0.1 if options["classes"] == "both" else None, gt=0
     )
     """Advantage of correct samples with `classes: both`; default 0.1."""
 
     @model_validator(mode="after")
-    def _refuse_unused_weight(self) -> Self:
-        self.refuse_unused(
-            "positive_weight", is_used=self.classes == "both", by=f"classes={self.classes}"
-        )
+    def _check_classes(self) -> Self:
+        by_classes = f"classes={self.classes}"
+        self.check_used("positive_weight", is_used=self.classes == "both", by=by_classes)
         if self.kl_in == "reward":
             raise ValueError(
                 "objective.kl_in=reward does not go with objective.name=w_reinforce: its "
@@ -51,15 +54,23 @@ class WReinforceOptions(ClippedOptions):
 
 
 class WReinforce(PolicyGradient, options=WReinforceOptions):
+    """W-REINFORCE, PSR and NSR; see `PolicyGradient` for the arguments."""
+
     options: WReinforceOptions
 
     def advantages(self, rewards: Tensor, table: SampleTable) -> Tensor:
-        positive = (
-            0.0 if self.options.classes == "negative" else self.options.positive_weight or 1.0
-        )
-        negative = 0.0 if self.options.classes == "positive" else -1.0
+        """The weight of each sample's class, float64 [m]; does not read the rewards."""
+        positive = self.options.positive_weight or 1.0
+        negative = -1.0
+        match self.options.classes:
+            case "positive":
+                negative = 0.0
+            case "negative":
+                positive = 0.0
         return table.labels * positive + (1.0 - table.labels) * negative
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
-        num_tokens = int(facts.response_lens[(advantages != 0.0).numpy()].sum())
+        """1/T over the T tokens of the trained samples, float64 [n]."""
+        is_trained = (advantages != 0.0).numpy()
+        num_tokens = int(facts.response_lens[is_trained].sum())
         return np.full(facts.num_samples, 1.0 / max(num_tokens, 1))

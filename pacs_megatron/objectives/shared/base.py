@@ -40,18 +40,26 @@ class CommonOptions(Options):
     """Maximum global gradient norm; 0 disables clipping. The default depends on the objective
     (docs/measurements/defaults.md)."""
 
-    def refuse_unused(self, key: str, *, is_used: bool, by: str) -> None:
-        """Raises ValueError if option `key` is set although not `is_used`, or is null although
-        `is_used`.
+    def check_used(self, key: str, *, is_used: bool, by: str) -> None:
+        """Checks that option `key` is set exactly if other options use it.
+
+        Args:
+            key: name of the option.
+            is_used: whether the other options use it.
+            by: these other options, for the message, as `key=value`.
+
+        Raises:
+            ValueError: the option is set although it is not used, or null although it is.
         """
-        if (getattr(self, key) is not None) != is_used:
+        is_set = getattr(self, key) is not None
+        if is_set != is_used:
             raise ValueError(
                 f"objective.{key}={getattr(self, key)} does not go with {by}: it is "
                 f"{'required there' if is_used else 'not used there'}; "
                 f"{'set' if is_used else 'remove'} the key"
             )
 
-    def refuse_updates_per_step(self, updates_per_step: int) -> None:
+    def check_updates_per_step(self, updates_per_step: int) -> None:
         """Raises ValueError if these options do not allow `updates_per_step` updates."""
 
 
@@ -78,6 +86,8 @@ class Objective:
     coupled samples are in one micro-batch (`couple`), otherwise in a forward-only pass before the
     update. By default an objective has no passes and no statistics, and its coefficients are known
     before the update.
+
+    Shapes: [n] samples of a mini-batch, [m] samples of a SampleTable, [t] packed response tokens.
     """
 
     name: str
@@ -100,40 +110,62 @@ class Objective:
     """
 
     def __init_subclass__(cls, *, options: type[CommonOptions] | None = None) -> None:
-        if options is not None:
-            cls.name = get_args(options.model_fields["name"].annotation)[0]
-            cls.options_class = options
-            other = REGISTRY.setdefault(cls.name, cls)
-            if other.__module__ != cls.__module__:
-                raise ValueError(
-                    f"objective {cls.name} of {cls.__module__} exists in {other.__module__}; "
-                    "rename one"
-                )
+        if options is None:
+            return
+
+        cls.name = get_args(options.model_fields["name"].annotation)[0]
+        cls.options_class = options
+
+        # A reloaded module registers its name again, so only another module is a conflict.
+        registered = REGISTRY.setdefault(cls.name, cls)
+        if registered.__module__ != cls.__module__:
+            raise ValueError(
+                f"objective {cls.name} of {cls.__module__} exists in {registered.__module__}; "
+                "rename one"
+            )
 
     def __init__(self, options: Any) -> None:
         self.options = options
 
     def logprob_passes(self, update_index: int) -> frozenset[LogprobSource]:
-        """Log-prob passes that the mini-batch of update `update_index` (0-based in the step) needs
-        before the update.
+        """The log-prob passes that a mini-batch needs before its update.
+
+        Args:
+            update_index: number of the update in the step, 0-based.
         """
         return frozenset(name for name, first in self.passes.items() if update_index >= first)
 
     def statistics(self, update_index: int) -> frozenset[Statistic]:
-        """Statistics that the coefficients of update `update_index` depend on; empty: they are
-        known beforehand.
+        """The statistics that the coefficients of an update depend on.
+
+        Args:
+            update_index: number of the update in the step, 0-based.
+
+        Returns:
+            Names of statistics; empty: the coefficients are known before the update.
         """
         return frozenset(name for name, first in self.coupled_by.items() if update_index >= first)
 
     def token_scores(self, tokens: TokenRecord) -> Tensor:
-        """float64 [t]; the engine masks it and sums it by sample in float64. Called without grad.
+        """Each token's part of its sample's score. Called without grad.
 
-        Raises ValueError if no score is declared."""
+        Returns:
+            [t], float64. The engine masks it and sums it by sample in float64.
+
+        Raises:
+            ValueError: this objective declares no score.
+        """
         raise ValueError(f"objective: {self.name} has no scores")
 
     def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
-        """Per-sample values of the whole mini-batch that no statistic changes, float64 [n]: inputs
-        of `couple`.
+        """Per-sample values of the whole mini-batch that no statistic changes: inputs of `couple`.
+
+        Args:
+            facts: of the whole mini-batch.
+            step_inputs: the result of `prepare_step`.
+
+        Returns:
+            Name -> [n], float64.
         """
         return {}
 
@@ -144,18 +176,31 @@ class Objective:
         sampler_ratios: Tensor | None,
         known: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """`Prepared.per_sample` of coupled samples, from their statistics; every tensor is float64
-        [m], on any device.
+        """`Prepared.per_sample` of coupled samples, from their statistics.
 
-        The samples are whole groups with coupling `group`, any samples with coupling `sample`.
-        `known`: of these samples. Runs between forward and backward: it neither raises for a value
-        nor synchronises with the host.
+        Runs between forward and backward, on any device, so it neither raises for a value nor
+        synchronises with the host.
+
+        Args:
+            table: whole groups with coupling `group`, any samples with coupling `sample`.
+            scores: [m], float64, the statistic `score`; None: not declared.
+            sampler_ratios: [m], float64, nats, the statistic `sampler_ratio`; None: not declared.
+            known: name -> [m], float64, the values of `self.known` of these samples.
+
+        Returns:
+            Name -> [m], float64.
         """
         raise ValueError(f"objective: {self.name} has no coupling")
 
     def sample_kl(self, step_start: "np.ndarray", reference: "np.ndarray") -> float:
-        """A sample's estimate of the KL to the reference, for `kl_in_reward`; log-probs are float32
-        [response].
+        """The estimate of a sample's KL divergence to the reference, for `kl_in_reward`.
+
+        Args:
+            step_start: [response], float32, log-probs at the start of the step.
+            reference: [response], float32, log-probs of the frozen reference.
+
+        Returns:
+            nats.
         """
         raise ValueError(f"objective: {self.name} has no KL in the reward")
 
@@ -166,55 +211,83 @@ class Objective:
         step_starts: Sequence["np.ndarray"],
         references: Sequence["np.ndarray"],
     ) -> tuple[list["np.ndarray"], list["np.ndarray"]]:
-        """(advantages, returns) of samples from a critic's values and the declared log-probs;
-        float64 [response] each.
+        """Advantages and returns of samples from the values of a critic.
 
-        The engine whitens the advantages over all tokens of the step.
+        Args:
+            rewards: of each sample.
+            values: [response] each, the critic's.
+            step_starts: [response] each, log-probs, if `passes` declares them.
+            references: [response] each, log-probs, if `passes` declares them.
+
+        Returns:
+            (advantages, returns), float64 [response] each. The engine whitens the advantages over
+            all tokens of the step.
         """
         raise ValueError(f"objective: {self.name} has no critic")
 
     def prepare_step(self, facts: SampleFacts) -> Any:
-        """Inputs of `prepare` from the whole rollout batch (advantages, batch-wide norms), computed
-        once a step.
+        """Inputs of `prepare` from the whole rollout batch, computed once a step: advantages and
+        batch-wide norms.
         """
 
     def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
-        """The whole mini-batch: coefficients, true loss and metrics.
-
-        `scores` float64 [n] as `facts`; None: not declared.
+        """Coefficients, true loss and metrics of the whole mini-batch.
 
         Called before the update if no statistics are declared, else after its backward, for loss
         and metrics.
+
+        Args:
+            scores: [n], float64, in the order of `facts`; None: not declared.
+            facts: of the whole mini-batch.
+            step_inputs: the result of `prepare_step`.
         """
         raise NotImplementedError
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
-        """[t], dtype of `tokens.logprobs`; the engine masks it and sums it over the mini-batch,
-        without any division.
+        """Each token's part of the loss.
 
         A token's value depends on no other token's log-prob, because the engine evaluates parts of
         a micro-batch alone. Values that couple tokens or samples are statistics; `prepared` has
         them.
+
+        Returns:
+            [t], dtype of `tokens.logprobs`. The engine masks it and sums it over the mini-batch,
+            without any division.
         """
         raise NotImplementedError
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
-        """Metrics from the update's own log-probs: name -> [t], already divided by the mini-batch's
-        count. The engine masks and sums them like `token_loss`. Called without grad. Every
-        micro-batch has the same keys; there may be none.
+        """Metrics from the update's own log-probs. Called without grad.
+
+        Returns:
+            Name -> [t], already divided by the mini-batch's count. The engine masks and sums them
+            like `token_loss`. Every micro-batch has the same keys; there may be none.
         """
         return {}
 
 
-def given(value: T | None, what: str) -> T:
-    """`value`, which the engine provides. Raises ValueError (an internal error) if it is None."""
+def required(value: T | None, description: str) -> T:
+    """`value`, which the engine provides.
+
+    Raises:
+        ValueError: it is None (an internal error).
+    """
     if value is None:
         raise ValueError(
-            f"objective: this objective with its options needs {what} from the engine, got none"
+            f"objective: this objective with its options needs {description} from the engine, "
+            "got none"
         )
     return value
 
 
 def at_tokens(per_sample: Tensor, tokens: TokenRecord) -> Tensor:
-    """[t], each token's value of a [n] tensor, on the tokens' device."""
+    """Each token's value of a per-sample tensor.
+
+    Args:
+        per_sample: [n].
+        tokens: [t].
+
+    Returns:
+        [t], dtype of `per_sample`, on the tokens' device.
+    """
     return per_sample.to(tokens.sample_of_token.device)[tokens.sample_of_token]

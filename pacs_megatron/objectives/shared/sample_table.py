@@ -36,29 +36,51 @@ class SampleTable:
 
     @property
     def sizes(self) -> torch.Tensor:
-        """float64 [g]"""
+        """float64 [g], samples of each group."""
         return (self.members < len(self.group_of_sample)).sum(1).double()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """[g], sums of [m] by group, in the order of the members: one fixed order on every device,
-        unlike `index_add`.
+        """Sums by group.
+
+        Args:
+            values: [m].
+
+        Returns:
+            [g], added in the order of the members: one fixed order on every device, unlike
+            `index_add`.
         """
+        # The last element is the 0 that the padding of `members` points to.
         padded = values.new_zeros(len(values) + 1)
         padded[:-1] = values
-        result = values.new_zeros(self.num_groups)
-        for column in self.members.unbind(1):
-            result = result + padded[column]
-        return result
+
+        sums = values.new_zeros(self.num_groups)
+        for positions in self.members.unbind(1):
+            sums = sums + padded[positions]
+        return sums
 
     def centred(self, values: torch.Tensor) -> torch.Tensor:
-        """[m], `values` minus their group's mean.
+        """Values minus their group's mean.
 
-        Subtracts the first member before it computes the mean, so the result is exactly 0 in a
-        group of equal values.
+        Args:
+            values: [m].
+
+        Returns:
+            [m]. Subtracts the first member before it computes the mean, so the result is exactly 0
+            in a group of equal values.
         """
-        shifted = values - values[self.members[:, 0]][self.group_of_sample]
-        return shifted - (self.total(shifted) / self.sizes)[self.group_of_sample]
+        first = values[self.members[:, 0]]
+        shifted = values - first[self.group_of_sample]
+
+        mean = self.total(shifted) / self.sizes
+        return shifted - mean[self.group_of_sample]
 
     def std(self, centred: torch.Tensor) -> torch.Tensor:
-        """[g], unbiased standard deviation of centred values."""
+        """Unbiased standard deviation by group.
+
+        Args:
+            centred: [m], the result of `self.centred`.
+
+        Returns:
+            [g].
+        """
         return (self.total(centred * centred) / (self.sizes - 1.0)).sqrt()

@@ -265,7 +265,7 @@ PLANTED: dict[str, Planted] = {
         changes=GRPO,
     ),
     "KL of the other direction": Planted(
-        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._estimate",
+        target=f"{OBJECTIVES}.shared.policy_gradient.PolicyGradient._estimate_kl",
         change=lambda original, self, log_ratio: original(self, -log_ratio),
         changes=GRPO,
     ),
