@@ -129,7 +129,9 @@ def train_until_stopped() -> int:
 
 
 def main(folder: Path) -> None:
-    stopped, resumed, result = folder / "stopped", folder / "work", folder / "resumed"
+    stopped = folder / "stopped"
+    resumed = folder / "work"
+    result = folder / "resumed"
     stopped.mkdir(parents=True)
     write_inputs(stopped)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
