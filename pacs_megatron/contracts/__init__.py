@@ -1,4 +1,6 @@
-"""Data types and protocols that all packages share. Imports neither torch nor Megatron at run time."""
+"""Data types and protocols that all packages share. At run time it imports neither torch nor
+Megatron.
+"""
 
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.objective_data import Prepared, TokenRecord, UpdateReport

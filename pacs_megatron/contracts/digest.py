@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 TILE = 1 << 16
+"""Words of one tile; the words of a tile share the multiplier v_t."""
 _TILES_PER_CHUNK = 256
-"""Words and tiles of one product, so that the int64 products need at most 128 MiB."""
+"""Tiles of one product, so that the int64 products need at most 128 MiB."""
 
 
 class WeightDigest:
@@ -38,13 +39,14 @@ class WeightDigest:
         self._state.update(f"{name}|{dtype}|{list(tensor.shape)}|".encode())
         if not tensor.numel():
             return
+
         if is_on_gpu(tensor):
             self._sums.append(word_sum(tensor))
         else:
             self._state.update(as_bytes(tensor).numpy().data)
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
+        """32 hexadecimal digits of the tensors so far. Waits for the GPU."""
         state = self._state.copy()
         if self._sums:
             import torch
@@ -65,46 +67,60 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """int32 [words], the bytes padded with zeros to a multiple of 4; a copy if the memory is not
-    aligned.
+    """The tensor's bytes, padded with zeros to a multiple of 4, as int32 [words].
+
+    A view if the tensor is contiguous, needs no padding, and its memory is aligned to 4 bytes.
     """
     import torch
 
     data = as_bytes(tensor)
-    if data.numel() % 4:
-        data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
+    num_missing = -data.numel() % 4
+    if num_missing:
+        data = torch.cat([data, data.new_zeros(num_missing)])
+
+    is_aligned = data.storage_offset() % 4 == 0
+    aligned = data if is_aligned else data.clone()
+    return aligned.view(torch.int32)
 
 
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 [], on the tensor's device: sum of word i of tile t times w_i times v_t, modulo 2**64.
+    """Sum of word i of tile t times w_i times v_t, modulo 2**64.
 
     A multilinear hash (Lemire and Kaser, arXiv:1202.4961) of 32-bit words with odd 64-bit
     multipliers. Any single changed bit changes it. An exchange, a move or a removal of words
     changes it except in about one case in 2**32.
+
+    Returns:
+        int64 [], on the tensor's device.
     """
     import torch
 
     words = as_words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    of_words = _multipliers(TILE, 0, words.device)
     num_tiles = -(-words.numel() // TILE)
-    of_tiles = _multipliers(1 << max(num_tiles - 1, 1).bit_length(), TILE, words.device)
+    # The next power of two, so that tensors of similar sizes share the cached multipliers.
+    num_tile_multipliers = 1 << max(num_tiles - 1, 1).bit_length()
+    word_multipliers = _multipliers(TILE, 0, words.device)
+    tile_multipliers = _multipliers(num_tile_multipliers, TILE, words.device)
+
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
     for first in range(0, num_tiles, _TILES_PER_CHUNK):
         chunk = words[first * TILE : (first + _TILES_PER_CHUNK) * TILE]
         if chunk.numel() % TILE:
             chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % TILE))
-        sums = (chunk.view(-1, TILE) * of_words).sum(1)
-        total += (sums * of_tiles[first : first + len(sums)]).sum()
+
+        sums = (chunk.view(-1, TILE) * word_multipliers).sum(1)
+        total += (sums * tile_multipliers[first : first + len(sums)]).sum()
     return total
 
 
 @lru_cache(maxsize=16)
 def _multipliers(count: int, offset: int, device: torch.device) -> torch.Tensor:
-    """int64 [count], odd: SplitMix64 of the numbers from `offset`."""
+    """SplitMix64 of the numbers from `offset`, made odd; int64 [count]."""
     import torch
 
     x = np.arange(offset + 1, offset + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
+    x = x ^ (x >> np.uint64(31))
+    odd = x | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)

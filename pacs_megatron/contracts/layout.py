@@ -25,16 +25,15 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas; exact only when `world_size` is divisible (the config checks
+        """Data-parallel replicas; exact only if the replicas divide `world_size` (the config checks
         that).
         """
         return self.world_size // self.model_parallel_size
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks that shard one expert:
-
-        1 with expert parallelism, which distributes whole experts, else tp.
+        """Number of ranks that shard one expert: 1 with expert parallelism, which distributes whole
+        experts, else tp.
         """
         return 1 if self.ep > 1 else self.tp
 
@@ -52,10 +51,15 @@ class Layout:
 
 
 def logits_per_chunk(device_bytes: float | None) -> int:
-    """Number of elements of one chunk of logits, for a GPU with this memory or for the CPU (None).
+    """Number of elements of one chunk of logits.
 
     Every chunk reads and writes the fp32 gradient of the whole output layer, so larger chunks move
     fewer bytes. At 12 bytes an element a chunk needs 2.3 % of the GPU's memory. On the CPU it needs
     256 MiB in fp32.
+
+    Args:
+        device_bytes: memory of the GPU; None: the CPU.
     """
-    return 1 << 26 if device_bytes is None else int(device_bytes / 512)
+    if device_bytes is None:
+        return 1 << 26
+    return int(device_bytes / 512)

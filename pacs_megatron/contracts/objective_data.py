@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TokenRecord:
-    """Response tokens of one micro-batch, packed: tensors are [t], t = sum of the response lengths;
-    nats.
+    """Response tokens of one micro-batch, packed.
+
+    Tensors are [t], t = sum of the response lengths; log-probs and entropies are in nats.
     """
 
     logprobs: torch.Tensor
@@ -36,7 +37,10 @@ class TokenRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """Result of `Objective.prepare` for one mini-batch, identical on every rank. Without gradient."""
+    """Result of `Objective.prepare` for one mini-batch of n samples, identical on every rank.
+
+    Its tensors have no gradient.
+    """
 
     per_sample: dict[str, torch.Tensor]
     """float64 [n] each; `token_loss` looks them up by `sample_of_token` (1/N is included)"""
@@ -50,7 +54,7 @@ class Prepared:
     """denominators of `metrics` and `token_metrics`, if not the number of samples"""
     zero_gradient: torch.Tensor | None = None
     """bool [n], samples whose gradient (and `token_loss`) is exactly zero: the engine may leave
-    them out. None: unknown
+    them out. None: not known
     """
 
 

@@ -18,10 +18,7 @@ class Options(BaseModel):
     @field_validator("*")
     @classmethod
     def _limit_seconds(cls, value: Any, info: ValidationInfo) -> Any:
-        if (
-            (info.field_name or "").endswith("_s")
-            and isinstance(value, int | float)
-            and value > MAX_SECONDS
-        ):
+        is_seconds = (info.field_name or "").endswith("_s") and isinstance(value, int | float)
+        if is_seconds and value > MAX_SECONDS:
             raise ValueError(f"expected at most {MAX_SECONDS} seconds, got {value:g}; lower it")
         return value

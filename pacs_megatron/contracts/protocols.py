@@ -1,4 +1,4 @@
-"""Names that an objective and the engine agree on, and protocols of weight receivers and rewards."""
+"""Names that an objective and the engine agree on; protocols of weight receivers and rewards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     import torch
 
 LogprobSource = Literal["step_start", "reference", "value"]
-"""`step_start`: the policy with its weights at the start of the step.
+"""The model of a pass before an update.
 
-`reference`: the frozen snapshot. `value`: the critic at the start of the step, whose pass returns
-values instead of log-probs.
+`step_start`: the policy with its weights at the start of the step. `reference`: the frozen
+snapshot. `value`: the critic at the start of the step, whose pass returns values instead of
+log-probs.
 """
 
 Coupling = Literal["token", "sample", "group", "minibatch"]
@@ -45,5 +46,6 @@ class WeightReceiver(Protocol):
     def end_update(self, digest: str) -> None:
         """Ends the update: later samples have (version, digest).
 
-        Raises SyncError if a weight is missing.
+        Raises:
+            SyncError: a weight is missing.
         """

@@ -22,9 +22,10 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem, rendered and tokenized. `id` is stable over runs: `<dataset name>/<row index>`."""
+    """One problem, rendered and tokenized."""
 
     id: str
+    """`<dataset name>/<row index>`, the same in every run"""
     text: str
     """Output of the chat template: the input of the model."""
     token_ids: np.ndarray
@@ -56,6 +57,8 @@ class Span:
 
 
 class SamplingOptions(Options):
+    """How the rollout engine draws a response."""
+
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -78,10 +81,7 @@ class SampleRequest:
     """
 
     id: str
-    """Sample id:
-
-    `<step>:<prompt id>#<sample index>`, for evaluation `eval<step>:<prompt id>#<index>`.
-    """
+    """`<step>:<prompt id>#<sample index>`, for evaluation `eval<step>:<prompt id>#<index>`."""
     prompt_id: str
     token_ids: np.ndarray
     """int32 [prompt]"""
@@ -95,13 +95,17 @@ class SampleRequest:
 
 
 def check_request(request: SampleRequest, vocab_size: int) -> None:
-    """Raises RolloutError for a request without tokens, or with a token outside the vocabulary (it
-    crashes a server).
+    """Checks the tokens of a prompt before a server receives them.
+
+    Raises:
+        RolloutError: no tokens, or a token outside the vocabulary (it crashes a server).
     """
     ids = request.token_ids
     if not len(ids):
         raise RolloutError(f"request {request.id}: the prompt has no tokens")
-    worst = int(ids.max()) if ids.max() >= vocab_size else int(ids.min())
+
+    largest = int(ids.max())
+    worst = largest if largest >= vocab_size else int(ids.min())
     if not 0 <= worst < vocab_size:
         raise RolloutError(
             f"request {request.id}: prompt token id {worst}, expected 0 to {vocab_size - 1}: "

@@ -1,15 +1,15 @@
-"""The samples of one step as flat arrays:
-
-SampleFacts on every rank, and the tokens of this rank's share.
+"""The samples of one step as flat arrays: SampleFacts on every rank, and the tokens of this rank's
+share.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - not an error, a normal end
     """Raised on all ranks after a stop request on any rank; the loop saves the position of the run
     and returns.
     """
@@ -17,13 +17,11 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """Labels, rewards, lengths, ... of the n samples of a step or mini-batch, on EVERY rank, by
-    (group, sample id).
-    """
+    """Labels, rewards, lengths, ... of the n samples of a step or mini-batch, on every rank."""
 
     ids: tuple[str, ...]
     groups: np.ndarray
-    """int64 [n], 0-based group number; members of a group need not be adjacent"""
+    """int64 [n], 0-based group number without gaps; members of a group need not be adjacent"""
     labels: np.ndarray
     """float64 [n], verifiable outcome in {0, 1}"""
     rewards: np.ndarray
@@ -62,19 +60,26 @@ class SampleFacts:
         return total
 
     def select(self, index: np.ndarray) -> "SampleFacts":
-        """The rows `index` (int64 [m]), in that order, with group numbers made dense again."""
+        """The facts of some samples, with group numbers made dense again.
+
+        Args:
+            index: int64 [m], rows, in the order of the result.
+        """
+        selected: dict[str, Any] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, np.ndarray):
+                selected[entry.name] = value[index]
+
+        selected["ids"] = tuple(self.ids[row] for row in index)
         _, dense = np.unique(self.groups[index], return_inverse=True)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected = {
-            name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)
-        }
-        selected |= {"ids": tuple(self.ids[i] for i in index), "groups": dense.astype(np.int64)}
+        selected["groups"] = dense.astype(np.int64)
         return SampleFacts(**selected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBuffers:
-    """Token payload of some samples of a step (one data-parallel rank's share, or all on rank 0)."""
+    """Tokens of some samples of a step: one data-parallel rank's share, or all on rank 0."""
 
     index: np.ndarray
     """int64 [m], row of each sample in the step's SampleFacts"""
@@ -94,9 +99,10 @@ class TokenBuffers:
     def routes_of(self, position: int) -> np.ndarray:
         """int16 [prompt + response - 1, layers, top k] of the sample at `position`."""
         assert self.routes is not None
-        return self.routes[
-            self.offsets[position] - position : self.offsets[position + 1] - position - 1
-        ]
+        # Each earlier sample has one row less than tokens: its last token is no input.
+        first = self.offsets[position] - position
+        end = self.offsets[position + 1] - position - 1
+        return self.routes[first:end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,11 @@ class MicroBatchPlan:
 
     def loads(self, facts: SampleFacts) -> list[int]:
         """Number of tokens of each data-parallel rank."""
-        return [int(sum(facts.lens[rows].sum() for rows in batches)) for batches in self.by_dp_rank]
+        lens = facts.lens
+        loads = []
+        for batches in self.by_dp_rank:
+            loads.append(int(sum(lens[rows].sum() for rows in batches)))
+        return loads
 
     def owners(self, num_samples: int) -> np.ndarray:
         """int64 [n], data-parallel rank of each row; -1 for a row without a micro-batch."""
@@ -143,12 +153,9 @@ class MiniBatch:
     """of the policy at the start of this step, from the trainer"""
     reference_logprobs: dict[int, np.ndarray] | None = None
     routes: dict[int, np.ndarray] | None = None
-    """experts of this rank's samples for the score pass and the update (policy/passes.py); None:
+    """experts of this rank's samples for the score pass and the update (policy/routing.py); None:
     the routers select them. The sampler's experts are set before any pass, and the `step_start`
     pass also uses them
     """
     estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
-    """with a critic:
-
-    `value` at the step's start, whitened `advantage`, `return`; by row as log-probs
-    """
+    """with a critic: `value` at the step's start, whitened `advantage`, and `return`"""
