@@ -9,27 +9,33 @@ from typing import Any
 from pacs_megatron.config.schema import MismatchOptions
 
 logger = logging.getLogger(__name__)
+
 _SAMPLER_ADVICE = (
     "Check weight sync (rollout.sync.verify=full), the sampler's dtype or quantisation, "
-    "temperature and filters, then "
-    "packing and layout (mismatch/* in metrics.jsonl)"
+    "temperature and filters, then packing and layout (mismatch/* in metrics.jsonl)"
 )
 _SCORE_ADVICE = (
     "Set precision.head=fp32 with bf16 weights, lower objective.beta, use "
-    "objective.reward_proxy=mean_log_prob, or shorten "
-    "responses (docs/numerics.md; pacs/score_* in metrics.jsonl)"
+    "objective.reward_proxy=mean_log_prob, or shorten responses (docs/numerics.md; pacs/score_* "
+    "in metrics.jsonl)"
 )
 LIMITS = {
     "max_abs_mean": (
         "mismatch/logprob_abs_mean",
         "trainer and sampler log-probs differ by {:.4f} nats a token",
     ),
-    "max_kl": ("mismatch/kl", "KL(sampler, trainer) is {:.4f} nats a token"),
+    "max_kl": (
+        "mismatch/kl",
+        "KL(sampler, trainer) is {:.4f} nats a token",
+    ),
     "max_over_frac": (
         "mismatch/over_frac",
         "a share of {:.4f} of the tokens is above mismatch.threshold",
     ),
-    "max_score_noise": ("pacs/score_noise", "scores differ by {:.4f} between two packings"),
+    "max_score_noise": (
+        "pacs/score_noise",
+        "scores differ by {:.4f} between two packings",
+    ),
     "min_score_snr": (
         "pacs/score_snr",
         "the variance of the scores is {:.4f} times that of their noise",
@@ -42,20 +48,27 @@ def exceeded_limit(options: MismatchOptions, row: Mapping[str, float | None]) ->
     """The first limit that a step's metrics exceed, with the fix; None if there is none."""
     for option, (metric, message) in LIMITS.items():
         limit = getattr(options, option)
-        found = row.get(metric)
-        if limit is None or found is None:
+        value = row.get(metric)
+        if limit is None or value is None:
             continue
-        word = "less" if option.startswith("min_") else "more"
-        if found < limit if word == "less" else found > limit:
+
+        is_minimum = option.startswith("min_")
+        is_exceeded = value < limit if is_minimum else value > limit
+        if is_exceeded:
+            comparison = "less" if is_minimum else "more"
             advice = _SAMPLER_ADVICE if metric.startswith("mismatch/") else _SCORE_ADVICE
             return (
-                f"{message.format(found)}, {word} than mismatch.{option}={limit:g}; saved. {advice}"
+                f"{message.format(value)}, {comparison} than mismatch.{option}={limit:g}; saved. "
+                f"{advice}"
             )
     return None
 
 
 def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:
-    """`row` with `pacs/score_snr`, if it has the noise and scores that are not 0 by construction."""
+    """`row` with `pacs/score_snr`, if it has the noise and scores that are not 0 by construction.
+
+    The scores' mean square contains that of their noise: snr = (mean psi^2 - noise^2) / noise^2.
+    """
     noise = row.get("pacs/score_noise")
     observed = row.get("pacs/psi_mean_square")
     if not noise or observed is None:
@@ -63,17 +76,19 @@ def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"pacs/score_snr": observed / noise**2 - 1}
 
 
-def warn_of_clipping(shares: Sequence[float]) -> None:
-    """Warns if more than half of an attempt's updates were clipped; `shares`:
+def warn_of_clipping(clipped_fracs: Sequence[float]) -> None:
+    """Warns if more than half of an attempt's updates were clipped.
 
-    `optimizer/clipped_frac` of its steps. Called at the end only: a healthy run that starts from
-    random weights clips its first updates too.
+    Called at the end only: a healthy run that starts from random weights clips its first updates
+    too.
+
+    Args:
+        clipped_fracs: `optimizer/clipped_frac` of each step of the attempt.
     """
-    if sum(shares) > len(shares) / 2:
+    if sum(clipped_fracs) > len(clipped_fracs) / 2:
         logger.warning(
             "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad, so "
-            "large and small "
-            "gradients gave updates of one length; raise clip_grad, set it to 0, or lower "
-            "optimizer.lr",
-            100 * sum(shares) / len(shares),
+            "large and small gradients gave updates of one length; raise clip_grad, set it to 0, "
+            "or lower optimizer.lr",
+            100 * sum(clipped_fracs) / len(clipped_fracs),
         )

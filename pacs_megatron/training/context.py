@@ -43,9 +43,12 @@ Model = TypeVar("Model", bound=MegatronPolicy)
 
 @dataclass(slots=True, kw_only=True)
 class RunContext:
+    """The components of one rank of a run."""
+
     config: RunConfig
     run_dir: Path
     model_dir: Path
+    """config.json and tokenizer of `model.path`"""
     rank: Rank
     channel: ControlChannel
     policy: MegatronPolicy
@@ -74,41 +77,8 @@ class RunContext:
 
     @property
     def has_reference(self) -> bool:
+        """Whether the objective compares with a frozen reference."""
         return "reference" in self.objective.logprob_passes(0)
-
-
-def join(config: RunConfig) -> ControlChannel:
-    """Creates the process groups; returns the control channel.
-
-    Collective. Raises ConfigError for too few GPUs.
-    """
-    world_size = groups.started_place().world_size
-    _check_gpus(config)
-    sglang = config.rollout.sglang
-    if sglang is not None and sglang.sync.transport == "broadcast":
-        # SGLang sets this for itself (entrypoints/engine.py:1905); members of one NCCL group need
-        # the same value.
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-    if not torch.cuda.is_available():
-        # One thread a rank: results do not depend on the number of cores.
-        torch.set_num_threads(1)
-    layout = layout_of(config, world_size)
-    timeout_s = config.parallel.control_timeout_s
-    return ControlChannel(
-        groups.initialize(layout, seed=config.run.seed, control_timeout_s=timeout_s)
-    )
-
-
-def _check_gpus(config: RunConfig) -> None:
-    wanted = config.resources.gpus_per_node
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted and found < ranks:
-        raise ConfigError(
-            f"resources.gpus_per_node={wanted}: torch finds {found} GPUs for {ranks} ranks on "
-            f"{socket.gethostname()}; "
-            "run `pacs-megatron preflight` for the reason, or set it to 0 to train on the CPU"
-        )
 
 
 def build_on_all_ranks(
@@ -116,8 +86,9 @@ def build_on_all_ranks(
 ) -> RunContext:
     """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
     channel = join(config)
-    if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(_weights_dir(model_dir)):
-        verify_checkpoint(_weights_dir(model_dir), channel)
+    weights_dir = _weights_dir(model_dir)
+    if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(weights_dir):
+        verify_checkpoint(weights_dir, channel)
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, channel, driver, stop)
@@ -139,109 +110,59 @@ def build_on_all_ranks(
     return run
 
 
-def build_policy(
-    config: RunConfig,
-    run_dir: Path,
-    model_dir: Path,
-    rank: Rank,
-    kind: type[MegatronPolicy] = MegatronPolicy,
-) -> MegatronPolicy:
-    """The policy with the model's weights.
+def join(config: RunConfig) -> ControlChannel:
+    """Creates the process groups; returns the control channel. Collective.
 
-    If the run has a checkpoint, the weights are arbitrary until `saving.resume`.
+    Raises ConfigError for too few GPUs, or for a number of ranks that does not fit the layout.
     """
-    spec = load_spec(model_dir)
-    if spec.head != "tokens":
-        got = f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}"
-        raise ConfigError(f"{got}; use a causal language model")
-    policy = _build_model(config, rank, spec, config.optimizer, kind)
-    if latest_checkpoint(run_dir) is None:
-        stored = open_weights(
-            _weights_dir(model_dir), digests=False
-        )  # already checked, a share by each rank
-        policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
-    policy.mismatch_threshold = config.mismatch.threshold
-    policy.compare_with_sampler = config.rollout.is_sampled
-    return policy
+    world_size = groups.started_place().world_size
+    _check_gpus(config)
 
+    sglang = config.rollout.sglang
+    if sglang is not None and sglang.sync.transport == "broadcast":
+        # SGLang sets this for itself (entrypoints/engine.py:1905); members of one NCCL group need
+        # the same value.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    if not torch.cuda.is_available():
+        # One thread a rank: results do not depend on the number of cores.
+        torch.set_num_threads(1)
 
-def build_critic(
-    config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[Critic] = Critic
-) -> Critic | None:
-    """The critic with its initial weights, as `build_policy`; None if the objective has none.
-
-    Raises ConfigError.
-    """
-    objective = config.objective
-    if not isinstance(objective, PpoOptions):
-        return None
-    path = objective.critic.path
-    folder = model_dir if path is None else model_folder(path, "objective.critic.path")
-    spec = load_spec(model_dir).critic()
-    stored_spec = load_spec(folder).critic()
-    if stored_spec != replace(spec, dtype=stored_spec.dtype):
-        raise ConfigError(
-            f"objective.critic.path={path} has another architecture than "
-            f"model.path={config.model.path}; use a critic of "
-            "the policy's architecture, or remove the key"
-        )
-    critic = _build_model(
-        config, rank, spec, critic_optimizer(config.optimizer, objective.critic.lr), kind
+    layout = layout_of(config, world_size)
+    rank = groups.initialize(
+        layout, seed=config.run.seed, control_timeout_s=config.parallel.control_timeout_s
     )
-    if latest_checkpoint(run_dir) is None:
-        stored = open_weights(_weights_dir(folder), digests=False)
-        entries = critic.table.entries
-        shapes = {
-            name: shape
-            for e in entries
-            for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)
-        }
-
-        def read(name: str) -> torch.Tensor:
-            is_new = name.startswith("score.") and name not in stored.names
-            return (torch.zeros(shapes[name]) if is_new else stored.get(name)).to(
-                critic.config.params_dtype
-            )
-
-        critic.load_weights(read)
-    return critic
-
-
-def _build_model(
-    config: RunConfig, rank: Rank, spec: ModelSpec, optimizer: OptimizerOptions, kind: type[Model]
-) -> Model:
-    return kind(
-        spec,
-        rank,
-        parallel=config.parallel,
-        precision_options=config.precision,
-        optimizer=optimizer,
-        clip_grad=config.objective.clip_grad,
-        total_updates=config.run.steps * config.batch.num_updates,
-        tokens_per_microbatch=config.batch.tokens_per_microbatch,
-        temperature=config.rollout.sampling.temperature,
-        offload=config.policy.offload,
-    )
+    return ControlChannel(rank)
 
 
 def build(
-    config: RunConfig, run_dir: Path, model_dir: Path, channel: ControlChannel, driver: DriverClient | None,
+    config: RunConfig,
+    run_dir: Path,
+    model_dir: Path,
+    channel: ControlChannel,
+    driver: DriverClient | None,
     stop: StopFlag,
-) -> RunContext:  # fmt: skip
+) -> RunContext:
+    """The components of this rank. Collective."""
     rank = channel.rank
     rollout = config.rollout
     policy = build_policy(config, run_dir, model_dir, rank)
+
     engine = None
     if rollout.embedded is not None:
         tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
-        vocabulary = Vocabulary.from_tokenizer(tokenizer, str(model_dir))
-        place = {"rank": rank.rank, "num_ranks": rank.layout.world_size}
         engine = EmbeddedEngine(
-            model_dir, rollout.embedded, vocabulary, device=rank.device, **place
+            model_dir,
+            rollout.embedded,
+            Vocabulary.from_tokenizer(tokenizer, str(model_dir)),
+            rank=rank.rank,
+            num_ranks=rank.layout.world_size,
+            device=rank.device,
         )
+
     server_sync = None
     if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport != "disk"):
         server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
+
     return RunContext(
         config=config,
         run_dir=run_dir,
@@ -261,12 +182,115 @@ def build(
     )
 
 
+def build_policy(
+    config: RunConfig,
+    run_dir: Path,
+    model_dir: Path,
+    rank: Rank,
+    kind: type[MegatronPolicy] = MegatronPolicy,
+) -> MegatronPolicy:
+    """The policy with the model's weights.
+
+    If the run has a checkpoint, the weights are arbitrary until `saving.resume`.
+
+    Raises ConfigError if the model is a critic.
+    """
+    spec = load_spec(model_dir)
+    if spec.head != "tokens":
+        raise ConfigError(
+            f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}; use a causal "
+            "language model"
+        )
+    policy = _build_model(config, rank, spec, config.optimizer, kind)
+
+    if latest_checkpoint(run_dir) is None:
+        # Without digests: each rank has checked a share of the files before.
+        stored = open_weights(_weights_dir(model_dir), digests=False)
+        policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
+    policy.mismatch_threshold = config.mismatch.threshold
+    policy.compare_with_sampler = config.rollout.is_sampled
+    return policy
+
+
+def build_critic(
+    config: RunConfig, run_dir: Path, model_dir: Path, rank: Rank, kind: type[Critic] = Critic
+) -> Critic | None:
+    """The critic with its initial weights, same as `build_policy`; None if the objective has none.
+
+    Raises ConfigError if its architecture is not the policy's.
+    """
+    objective = config.objective
+    if not isinstance(objective, PpoOptions):
+        return None
+
+    path = objective.critic.path
+    folder = model_dir if path is None else model_folder(path, "objective.critic.path")
+    spec = load_spec(model_dir).critic()
+    stored_spec = load_spec(folder).critic()
+    if stored_spec != replace(spec, dtype=stored_spec.dtype):
+        raise ConfigError(
+            f"objective.critic.path={path} has another architecture than "
+            f"model.path={config.model.path}; use a critic of the policy's architecture, or remove "
+            "the key"
+        )
+
+    optimizer = critic_optimizer(config.optimizer, objective.critic.lr)
+    critic = _build_model(config, rank, spec, optimizer, kind)
+    if latest_checkpoint(run_dir) is None:
+        _load_critic(critic, _weights_dir(folder))
+    return critic
+
+
+def _load_critic(critic: Critic, weights_dir: Path) -> None:
+    """Loads the weights of a critic or of a language model, whose new head starts at 0."""
+    stored = open_weights(weights_dir, digests=False)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in critic.table.entries:
+        shapes.update(zip(entry.hf_names, entry.hf_shapes, strict=True))
+
+    def read(name: str) -> torch.Tensor:
+        is_new = name.startswith("score.") and name not in stored.names
+        tensor = torch.zeros(shapes[name]) if is_new else stored.get(name)
+        return tensor.to(critic.config.params_dtype)
+
+    critic.load_weights(read)
+
+
+def _build_model(
+    config: RunConfig, rank: Rank, spec: ModelSpec, optimizer: OptimizerOptions, kind: type[Model]
+) -> Model:
+    return kind(
+        spec,
+        rank,
+        parallel=config.parallel,
+        precision_options=config.precision,
+        optimizer=optimizer,
+        clip_grad=config.objective.clip_grad,
+        total_updates=config.run.steps * config.batch.num_updates,
+        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        temperature=config.rollout.sampling.temperature,
+        offload=config.policy.offload,
+    )
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Raises ConfigError if a run on GPUs has fewer of them on this host than ranks."""
+    gpus_per_node = config.resources.gpus_per_node
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus_per_node and num_gpus < num_ranks:
+        raise ConfigError(
+            f"resources.gpus_per_node={gpus_per_node}: torch finds {num_gpus} GPUs for "
+            f"{num_ranks} ranks on {socket.gethostname()}; run `pacs-megatron preflight` for the "
+            "reason, or set it to 0 to train on the CPU"
+        )
+
+
 def _weights_dir(model_dir: Path) -> Path:
     """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF
     files in `hf/`.
     """
-    return (
-        model_dir.parent
-        if is_megatron_checkpoint(model_dir.parent) and model_dir.name == HF_FOLDER
-        else model_dir
-    )
+    parent = model_dir.parent
+    if is_megatron_checkpoint(parent) and model_dir.name == HF_FOLDER:
+        return parent
+    return model_dir

@@ -1,5 +1,6 @@
-"""Cuts a step into mini-batches and sends each data-parallel replica its share of the tokens, over
-gloo.
+"""Cuts a step into mini-batches and sends each data-parallel replica its share of the tokens.
+
+The shares travel over gloo: rank 0 -> the first rank of a replica -> its other ranks.
 """
 
 import numpy as np
@@ -24,47 +25,66 @@ def cut_step(
 
     Collective.
 
-    `facts`: all admitted samples, on every rank; `tokens`: all admitted samples, on rank 0, None
-    elsewhere. The coupling and the statistics of the objective determine whether groups stay
-    together.
+    Args:
+        facts: all admitted samples, on every rank.
+        tokens: all admitted samples, on rank 0; None elsewhere.
+        rank: this rank.
+        batch: the number of updates, the tokens of a micro-batch, and whether groups stay together.
+        objective: its coupling and statistics determine whether it needs whole groups.
     """
     minibatches = []
     for index, rows in enumerate(split_by_group(facts, batch.updates_per_step)):
         selected = facts.select(rows)
-        depends_on_groups = objective.coupling == "group" and any(
-            map(objective.statistics, batch.updates_of(index))
+        needs_groups = objective.coupling == "group" and any(
+            objective.statistics(update) for update in batch.updates_of(index)
         )
-        groups = batch.groups if depends_on_groups else "apart"
-        plan = plan_with_groups(selected, rank.layout, batch.tokens_per_microbatch, groups)
-        mine = _share(tokens, rows, plan.owners(selected.num_samples), rank)
-        routes = None
-        if mine.routes is not None:
-            routes = {int(row): mine.routes_of(position) for position, row in enumerate(mine.index)}
-        minibatches.append(
-            MiniBatch(facts=selected, tokens=mine, plan=plan, index=index, routes=routes)
+        plan = plan_with_groups(
+            selected,
+            rank.layout,
+            batch.tokens_per_microbatch,
+            batch.groups if needs_groups else "apart",
         )
+        owners = plan.owners(selected.num_samples)
+        share = _receive_share(tokens, rows, owners, rank)
+        minibatch = MiniBatch(
+            facts=selected, tokens=share, plan=plan, index=index, routes=_routes_by_row(share)
+        )
+        minibatches.append(minibatch)
     return minibatches
 
 
-def _share(
+def _receive_share(
     tokens: TokenBuffers | None, rows: np.ndarray, owners: np.ndarray, rank: Rank
 ) -> TokenBuffers:
-    """This rank's tokens.
+    """This rank's tokens of a mini-batch. Collective.
 
     Rank 0 sends them to the first rank of each replica, which broadcasts to the replica.
+
+    Args:
+        tokens: all samples of the step, on rank 0; None elsewhere.
+        rows: int64 [n], the rows of the mini-batch in the facts of the step.
+        owners: int64 [n], the replica of each row.
+        rank: this rank.
     """
-    own = None
+    arrays = None
     if rank.rank == 0:
         assert tokens is not None
         for replica, head in enumerate(rank.heads):
             members = np.flatnonzero(owners == replica)
-            share = tokens_to_arrays(select_tokens(tokens, rows[members], members))
+            selected = tokens_to_arrays(select_tokens(tokens, rows[members], members))
             if head == 0:
-                own = share
+                arrays = selected
             else:
-                send_arrays(share, dst=head, group=rank.control)
+                send_arrays(selected, dst=head, group=rank.control)
     elif rank.is_head:
-        own = receive_arrays(src=0, group=rank.control)
-    return TokenBuffers(
-        **broadcast_arrays(own, src=rank.model_parallel_ranks[0], group=rank.model_parallel)
-    )
+        arrays = receive_arrays(src=0, group=rank.control)
+
+    shared = broadcast_arrays(arrays, src=rank.model_parallel_ranks[0], group=rank.model_parallel)
+    return TokenBuffers(**shared)
+
+
+def _routes_by_row(tokens: TokenBuffers) -> dict[int, np.ndarray] | None:
+    """Row of the mini-batch -> the sampler's experts; None if they were not recorded."""
+    if tokens.routes is None:
+        return None
+    return {int(row): tokens.routes_of(position) for position, row in enumerate(tokens.index)}

@@ -15,29 +15,32 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
     """
     with run.timer.span("export"):
         if run.rank.rank:
-            for _ in model.export_weights():
+            for _ in model.export_weights():  # collective
                 pass
             return
-        before = target.with_name(f"{target.name}.before")
+
+        previous = target.with_name(f"{target.name}.before")
         if target.exists():
-            if before.exists():  # the last attempt ended before `_keep_others`
-                _keep_others(before, target)
-            target.rename(before)
+            if previous.exists():  # the last attempt ended before `_remove_previous`
+                _remove_previous(previous, target)
+            target.rename(previous)
+
         tensors = hf_tensors(model.table.entries, model.config.params_dtype)
         with HfFolderWriter(target, tensors) as writer:
             for name, tensor in model.export_weights():
                 writer.put(name, tensor.cpu())
             writer.finish(run.model_dir)
-        if before.exists():
-            _keep_others(before, target)
+
+        if previous.exists():
+            _remove_previous(previous, target)
 
 
-def _keep_others(before: Path, target: Path) -> None:
+def _remove_previous(previous: Path, target: Path) -> None:
     """Removes an earlier export.
 
     Files that an export does not write are the user's, and move to `target`.
     """
-    for path in before.iterdir():
+    for path in previous.iterdir():
         if ".safetensors" not in path.name and not (target / path.name).exists():
             path.rename(target / path.name)
-    shutil.rmtree(before)
+    shutil.rmtree(previous)

@@ -1,4 +1,16 @@
-"""Runs the steps of training with evaluation, metrics and checkpoints, and ends the run."""
+"""Runs the steps of training with evaluation, metrics and checkpoints, and ends the run.
+
+A step, in this order:
+
+    train_step   rollouts in, updates out (training/step.py)
+    sync         the rollout engine gets the new weights and samples the steps ahead
+    evaluate     pass@k of the benchmarks, if due
+    write        the row of metrics.jsonl, which is on disk before the step's checkpoint
+    save         the checkpoint, if due
+
+Every phase is collective, and its errors are raised on all ranks. A stop request or such an error
+ends the run after a checkpoint of its position, which can be inside a step.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -32,29 +44,38 @@ class Outputs:
     """Metrics, progress bar and report of rank 0; does nothing on the other ranks."""
 
     def __init__(self, run: RunContext, progress: RunProgress, stack: ExitStack) -> None:
+        """Removes the rows after the position of the run; `stack` closes the writers."""
         self._run = run
         if run.driver is None:
             return
+
         config = run.config
-        first_step = progress.step if progress.row is None else progress.step - 1
-        truncate_after(run.run_dir, first_step, progress.step)
+        last_written = progress.step if progress.row is None else progress.step - 1
+        truncate_after(run.run_dir, last_written, progress.step)
+
         self._metrics = stack.enter_context(MetricsWriter(run.run_dir))
-        values = config.model_dump(mode="json")
         self._sinks = open_sinks(
-            run.run_dir, config.run.name, config.logging, first_step=first_step + 1, config=values
+            run.run_dir,
+            config.run.name,
+            config.logging,
+            first_step=last_written + 1,
+            config=config.model_dump(mode="json"),
         )
         for sink in self._sinks:
             stack.enter_context(sink)
         self._progress = stack.enter_context(
-            Progress(config.run.name, config.run.steps, done=max(first_step, 0))
+            Progress(config.run.name, config.run.steps, done=max(last_written, 0))
         )
         self._clipped: list[float] = []
+
         run.timer.on_change(self._progress.phase)
         run.driver.on_progress = self._show_samples
 
     def _show_samples(self, done: int, total: int, waits_for_rewards: bool) -> None:
         phase = self._run.timer.phase
-        self._progress.samples((*phase, "rewards") if waits_for_rewards else phase, done, total)
+        if waits_for_rewards:
+            phase = (*phase, "rewards")
+        self._progress.samples(phase, done, total)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Flushes one row of metrics to disk before returning."""
@@ -64,22 +85,30 @@ class Outputs:
         for sink in self._sinks:
             sink.write(row)
         self._progress.advance(int(row["step"]), training_fields(row))
-        if (share := row.get("optimizer/clipped_frac")) is not None:
-            self._clipped.append(share)
+
+        clipped_frac = row.get("optimizer/clipped_frac")
+        if clipped_frac is not None:
+            self._clipped.append(clipped_frac)
 
     def report(self) -> None:
+        """Writes the report of the run; warns if most updates were clipped."""
         if self._run.driver is not None:
             warn_of_clipping(self._clipped)
             write_report(self._run.run_dir)
 
 
 def train(run: RunContext) -> ExitCode:
-    """Trains to the last step, from the newest checkpoint if there is one.
+    """Trains to the last step, from the newest checkpoint if there is one. Collective.
 
-    Returns how the run ended.
+    Returns:
+        OK after the last step and the export of the weights; PREEMPTED after a stop request.
+
+    Raises:
+        RolloutError, RewardError, SyncError: on all ranks, without a stop request.
     """
     with report_wait("" if run.rank.rank else "for the newest checkpoint to load"):
         progress = resume(run) or RunProgress(row={})
+
     with ExitStack() as stack:
         stack.callback(run.saver.close)
         out = Outputs(run, progress, stack)
@@ -87,6 +116,7 @@ def train(run: RunContext) -> ExitCode:
         if not progress.open_step.updates:  # weights from inside a step must not sample
             sync(run, progress.step)
         run.timer.take()
+
         # A barrier: from here on all ranks handle a stop request together.
         run.channel.any_rank(False)
         run.stop.defer()
@@ -94,7 +124,8 @@ def train(run: RunContext) -> ExitCode:
             if progress.row is not None:
                 _finish_step(run, progress, out)
             while progress.step < run.config.run.steps:
-                progress.complete_step(train_step(run, progress))
+                row = train_step(run, progress)
+                progress.complete_step(row)
                 sync(run, progress.step)
                 _finish_step(run, progress, out)
         except (Interrupted, RolloutError, RewardError, SyncError) as error:  # raised on all ranks
@@ -107,6 +138,7 @@ def train(run: RunContext) -> ExitCode:
                     "stopped after %s; %s; the same command continues", progress.position, saved
                 )
             return ExitCode.PREEMPTED
+
         export_hf(run, run.policy, run.run_dir / "hf")
         if run.critic is not None:
             export_hf(run, run.critic, run.run_dir / "critic_hf")
@@ -114,45 +146,57 @@ def train(run: RunContext) -> ExitCode:
     return ExitCode.OK
 
 
-def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
-    """Evaluates, writes the row and saves, as due. Step 0 is the evaluation before training."""
-    step = progress.step
-    last = progress.step == run.config.run.steps
-    assert progress.row is not None
-    run.saver.finish()
-    row = dict(progress.row)
-    if step == 0 or last or _due(step, run.config.evaluation.every):
-        row |= evaluate(run, step)
-    times = run.timer.take()
-    if (tokens := row.get("response/tokens")) is not None:
-        times["tokens_per_s"] = tokens / times["time/step_s"]
-    if row:
-        out.write({"step": step, **row, **times})
-    progress.row = None
-    if exceeded := exceeded_limit(run.config.mismatch, row):  # the row is the same on every rank
-        raise RolloutError(f"step {step}: {exceeded}")
-    if last or (step > 0 and _due(step, run.config.checkpoint.every)):
-        save(run, progress)
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
-
-
 def evaluate(run: RunContext, step: int) -> dict[str, float | None]:
-    """pass@k of every benchmark with the weights after `step`; empty when none is configured.
+    """Evaluates every benchmark with the weights after `step`. Collective.
 
-    Collective.
+    Returns:
+        `eval/<benchmark>/pass@k` and the counts behind it (`rollout.passk.benchmark_metrics`);
+        empty when no benchmark is configured.
     """
     options = run.config.evaluation
     if not options.benchmarks:
         return {}
     with run.timer.span("evaluation"):
         benchmarks = run.rollouts.evaluate(step)
+
     metrics: dict[str, float | None] = {}
     for benchmark, (name, problems) in zip(options.benchmarks, benchmarks.items(), strict=True):
-        metrics |= benchmark_metrics(name, problems, draws_of(options, benchmark)[1])
+        _, ks = draws_of(options, benchmark)
+        metrics |= benchmark_metrics(name, problems, ks)
     return metrics
+
+
+def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
+    """Evaluates, writes the row and saves, as due. Step 0 is the evaluation before training.
+
+    Raises RolloutError on all ranks if the row exceeds a limit of `mismatch`.
+    """
+    step = progress.step
+    is_last = step == run.config.run.steps
+    assert progress.row is not None
+    run.saver.finish()  # raises an error of the last checkpoint before the next step starts
+
+    row = dict(progress.row)
+    if step == 0 or is_last or _is_due(step, run.config.evaluation.every):
+        row |= evaluate(run, step)
+
+    times = run.timer.take()
+    num_tokens = row.get("response/tokens")
+    if num_tokens is not None:
+        times["tokens_per_s"] = num_tokens / times["time/step_s"]
+    if row:
+        out.write({"step": step, **row, **times})
+    progress.row = None
+
+    exceeded = exceeded_limit(run.config.mismatch, row)
+    if exceeded is not None:  # the row is the same on every rank
+        raise RolloutError(f"step {step}: {exceeded}")
+    if is_last or (step > 0 and _is_due(step, run.config.checkpoint.every)):
+        save(run, progress)
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
 
 
 def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception) -> str:
@@ -162,6 +206,7 @@ def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception)
     """
     if progress.position == Position(0) and not isinstance(reason, Interrupted):
         return "not saved; nothing was trained yet"
+
     try:
         save(run, progress, final=True)
     except RolloutError as error:
@@ -169,9 +214,14 @@ def _save_before_exit(run: RunContext, progress: RunProgress, reason: Exception)
         if run.rank.rank == 0:
             logger.warning("%s: %s", saved, error)
         return saved
-    file = rollout_path(run.run_dir, progress.step)
-    if run.rank.rank == 0 and run.config.rollout.is_sampled and progress.step and not file.exists():
-        logger.warning(
-            "step %d was trained, but the driver ended before it wrote %s", progress.step, file
-        )
+
+    if run.rank.rank == 0:
+        _warn_of_missing_samples(run, progress.step)
     return "saved"
+
+
+def _warn_of_missing_samples(run: RunContext, step: int) -> None:
+    """Warns if the driver ended before it wrote the samples of the trained `step`."""
+    file = rollout_path(run.run_dir, step)
+    if run.config.rollout.is_sampled and step and not file.exists():
+        logger.warning("step %d was trained, but the driver ended before it wrote %s", step, file)

@@ -1,6 +1,6 @@
-"""One rank of a training run:
+"""Runs one rank of a training run.
 
-`python -m pacs_megatron.training.main <config> [key=value ...]` under torchrun or srun.
+Usage: `python -m pacs_megatron.training.main <config> [key=value ...]` under torchrun or srun.
 """
 
 import logging
@@ -35,6 +35,50 @@ _PRINT_AFTER_S = 10.0
 """Rank 0 prints an error that all ranks have; the other ranks print it only after this time."""
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Ends the process with the exit code, which rank 0 also writes to the run folder (torchrun
+    hides it).
+    """
+    if not arguments:
+        sys.stderr.write("usage: python -m pacs_megatron.training.main <config> [key=value ...]\n")
+        return int(ExitCode.MISCONFIGURED)
+    # One line for an error of TensorBoard's thread (disk full); the main thread raises the same
+    # error.
+    threading.excepthook = lambda args: logger.error(
+        "%s: %r", args.thread and args.thread.name, args.exc_value
+    )
+    if AGENT_PID in os.environ:
+        # torchrun starts each rank in its own session, so a rank would outlive torchrun.
+        die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    run_dir: Path | None = None  # known once the configuration is read
+    is_in_use = False  # by another process, so nothing is written to the folder
+    try:
+        loaded = load_config(Path(arguments[0]), arguments[1:])
+        run_dir = folders.run_folder(loaded)
+        code = _run(loaded, run_dir)
+    except PacsError as error:
+        logger.debug("%s", traceback.format_exc())
+        _print_error(error, is_first)
+        code = error.exit_code
+        is_in_use = isinstance(error, FolderInUseError)
+    except Exception as error:  # noqa: BLE001  a bug: one line and a report, no collectives
+        logger.debug("%s", traceback.format_exc())
+        code = _print_unexpected(error)
+
+    is_written = not is_in_use and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED))
+    if is_written and run_dir is not None and run_dir.is_dir():
+        exit_code_file = folders.EXIT_CODE_FILE if is_first else folders.FAILED_RANK_FILE
+        folders.write_exit_code(run_dir, code, exit_code_file)
+
+    # Other ranks may hang in a collective that this rank left, so exit without waiting for them.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))
+
+
 def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
     """Runs one rank of the configuration and returns its exit code. Raises PacsError."""
     loaded = load_config(config_path, overrides)
@@ -48,11 +92,11 @@ def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
         logger.info("resources.gpus_per_node=0: the run uses the CPU, not this host's GPUs")
     if rank_number:
         return _train(loaded, run_dir, rank_number, None, is_new=False)
+
     is_new = not run_dir.exists()
     with RunLock(run_dir, "train") as lock:
-        if (
-            folders.ATTEMPT_VARIABLE not in os.environ
-        ):  # a batch script removes them when the attempt begins
+        # A batch script removes the files of the last attempt before it starts the ranks.
+        if folders.ATTEMPT_VARIABLE not in os.environ:
             for name in (folders.FAILED_RANK_FILE, STOP_FILE):
                 (run_dir / name).unlink(missing_ok=True)
         return _train(loaded, run_dir, rank_number, lock, is_new=is_new)
@@ -61,9 +105,9 @@ def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
 def _train(
     loaded: LoadedConfig, run_dir: Path, rank_number: int, lock: RunLock | None, *, is_new: bool
 ) -> ExitCode:
-    with report_wait(
-        "" if rank_number else "for torch and Megatron to load"
-    ):  # after the cheap checks
+    """Builds this rank and trains; `lock` is rank 0's, `is_new` whether it created `run_dir`."""
+    # After the cheap checks: these imports take seconds.
+    with report_wait("" if rank_number else "for torch and Megatron to load"):
         from pacs_megatron.parallel import groups
         from pacs_megatron.rollout.driver_client import DriverClient
         from pacs_megatron.training import context, loop
@@ -80,10 +124,7 @@ def _train(
                 stop.install(partial(_end_during_start, run_dir, lock), with_file=rank_number == 0)
                 model_dir = model_folder(config.model.path)
                 if rank_number == 0:
-                    for key in folders.changed_since(loaded, run_dir):
-                        logger.info("changed since the last attempt: %s", key)
-                    write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
-                    folders.write_environment(run_dir, {})
+                    _write_configuration(loaded, run_dir)
                     # The driver loads data while this process builds the model.
                     driver = DriverClient(
                         run_dir, model_dir, timeout_s=config.parallel.control_timeout_s
@@ -95,17 +136,21 @@ def _train(
                     stack.callback(run.server_sync.close)
         except PacsError as error:
             stack.close()
-            if is_new and not isinstance(
-                error, RolloutError | RewardError
-            ):  # their messages name a log in the folder
-                # Nothing was computed: invalid input leaves no folder behind.
-                shutil.rmtree(run_dir, ignore_errors=True)
-                with suppress(OSError):  # the folder has other runs
-                    run_dir.parent.rmdir()
+            # The messages of these errors name a log in the folder.
+            names_log = isinstance(error, RolloutError | RewardError)
+            if is_new and not names_log:
+                _remove_folder(run_dir)
             raise
+
         setup_logging(run_dir / folders.LOG_FOLDER, rank_number)
-        limits = config.parallel.hang_timeout_s, lambda: stop.reason, config.resources.signal_lead_s
-        watchdog = Watchdog(run_dir, rank_number, run.rank.layout.world_size, *limits)
+        watchdog = Watchdog(
+            run_dir,
+            rank_number,
+            run.rank.layout.world_size,
+            config.parallel.hang_timeout_s,
+            stop_reason=lambda: stop.reason,
+            lead_s=config.resources.signal_lead_s,
+        )
         run.timer.on_change(watchdog.phase)
         run.channel.on_heartbeat = watchdog.alive
         watchdog.start()
@@ -113,6 +158,21 @@ def _train(
         code = loop.train(run)
     groups.shutdown()
     return code
+
+
+def _write_configuration(loaded: LoadedConfig, run_dir: Path) -> None:
+    """Logs what changed since the last attempt and writes configuration and environment."""
+    for key in folders.changed_since(loaded, run_dir):
+        logger.info("changed since the last attempt: %s", key)
+    write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
+    folders.write_environment(run_dir, {})
+
+
+def _remove_folder(run_dir: Path) -> None:
+    """Removes a new run folder: nothing was computed, and invalid input leaves no folder behind."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with suppress(OSError):  # the folder has other runs
+        run_dir.parent.rmdir()
 
 
 def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
@@ -131,62 +191,32 @@ def _end_during_start(run_dir: Path, lock: RunLock | None, reason: str) -> None:
     os._exit(code)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Ends the process with the exit code, which rank 0 also writes to the run folder (torchrun
-    hides it).
-    """
-    if not arguments:
-        sys.stderr.write("usage: python -m pacs_megatron.training.main <config> [key=value ...]\n")
-        return int(ExitCode.MISCONFIGURED)
-    # One line for an error of TensorBoard's thread (disk full); the main thread raises the same
-    # error.
-    threading.excepthook = lambda args: logger.error(
-        "%s: %r", args.thread and args.thread.name, args.exc_value
+def _print_error(error: PacsError, is_first: bool) -> None:
+    """Prints an error that ends the run, on rank 0 at once."""
+    where = ""
+    if not is_first:
+        where = f"rank {os.environ['RANK']}: "
+        # Rank 0 prints an error that all ranks raise, and exits first: torchrun then ends the
+        # other ranks.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_PRINT_AFTER_S)
+    sys.stderr.write(f"{type(error).__name__}: {where}{error}\n")
+
+
+def _print_unexpected(error: Exception) -> ExitCode:
+    """Prints an error that is not ours; returns the exit code."""
+    # gloo does not define its own exception class.
+    is_connection = "/gloo/transport/" in str(error) or type(error).__name__ in (
+        "DistBackendError",
+        "DistNetworkError",
     )
-    if AGENT_PID in os.environ:
-        # torchrun starts each rank in its own session, so a rank would outlive torchrun.
-        die_with_parent(signal.SIGTERM, int(os.environ[AGENT_PID]))
-    config_path = Path(arguments[0])
-    overrides = arguments[1:]
-    is_first = os.environ.get("RANK", "0") == "0"
-    exit_code_file = folders.EXIT_CODE_FILE if is_first else folders.FAILED_RANK_FILE
-    is_refused = False  # another process uses the run folder, so nothing is written there
-    run_dir: Path | None = None  # known once the configuration is read
-    try:
-        loaded = load_config(config_path, overrides)
-        run_dir = folders.run_folder(loaded)
-        code = _run(loaded, run_dir)
-    except PacsError as error:
-        logger.debug("%s", traceback.format_exc())
-        if not is_first:
-            # Rank 0 prints an error that all ranks raise, and exits first: torchrun then ends the
-            # other ranks.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(_PRINT_AFTER_S)
-        where = "" if is_first else f"rank {os.environ['RANK']}: "
-        sys.stderr.write(f"{type(error).__name__}: {where}{error}\n")
-        code = error.exit_code
-        is_refused = isinstance(error, FolderInUseError)
-    except Exception as error:
-        logger.debug("%s", traceback.format_exc())
-        # gloo does not define its own exception class.
-        if "/gloo/transport/" in str(error) or type(error).__name__ in (
-            "DistBackendError",
-            "DistNetworkError",
-        ):
-            what = f"lost the connection to another rank, whose message has the cause ({str(error).splitlines()[0]})"
-            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {one_line(what)}\n")
-            code = ExitCode.FAILED
-        else:
-            code = ExitCode(report_error(error))
-    is_written = not is_refused and (is_first or code not in (ExitCode.OK, ExitCode.PREEMPTED))
-    if is_written and run_dir is not None and run_dir.is_dir():
-        folders.write_exit_code(run_dir, code, exit_code_file)
-    # Other ranks may hang in a collective that this rank left, so exit without waiting for them.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(code))
+    if not is_connection:
+        return ExitCode(report_error(error))
+
+    cause = str(error).splitlines()[0]
+    message = f"lost the connection to another rank, whose message has the cause ({cause})"
+    sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {one_line(message)}\n")
+    return ExitCode.FAILED
 
 
 if __name__ == "__main__":

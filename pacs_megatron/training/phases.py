@@ -19,8 +19,19 @@ from pacs_megatron.training.progress import Logprobs
 NOISE_GROUPS = 4
 
 
+def poll(run: RunContext) -> None:
+    """Raises Interrupted on all ranks if any rank has a stop request. Collective."""
+    if run.channel.any_rank(run.stop.is_set()):
+        raise Interrupted
+
+
 def collect(run: RunContext, step: int) -> StepSamples:
-    """The admitted samples of `step`. Raises Interrupted."""
+    """The admitted samples of `step`. Collective; raises the same error on all ranks.
+
+    Raises:
+        Interrupted: a rank has a stop request.
+        RolloutError, RewardError: the driver's error.
+    """
     with run.timer.span("rollout"):
         samples = run.rollouts.collect(step)
     samples.metrics["admission/num_samples"] = float(samples.facts.num_samples)
@@ -29,45 +40,60 @@ def collect(run: RunContext, step: int) -> StepSamples:
 
 
 def cut(run: RunContext, samples: StepSamples) -> list[MiniBatch]:
+    """The mini-batches of one epoch, with this rank's tokens."""
     with run.timer.span("batch"):
         return cut_step(samples.facts, samples.tokens, run.rank, run.config.batch, run.objective)
 
 
 def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
-    """The log-probs and values of this rank's samples that the objective needs, of all epochs.
+    """The log-probs and values that the objective needs, for the updates of all epochs.
 
-    Raises Interrupted.
+    Returns:
+        By source and row: float32 [response] of this rank's samples, nats (values: units of the
+        reward). Empty except on the last pipeline stage; `routes`, the experts of the step-start
+        pass, is on every stage.
+
+    Raises:
+        Interrupted: on all ranks, before a micro-batch.
     """
-    sources = sorted(
-        passes_of(run.objective, run.config.batch.updates_of(minibatch.index)), reverse=True
-    )
+    updates = run.config.batch.updates_of(minibatch.index)
+    sources = sorted(passes_of(run.objective, updates), reverse=True)
+    by_source: Logprobs = {}
     with run.timer.span("logprobs"):
-        models = {source: run.models[-1] if source == "value" else run.policy for source in sources}
-        found: Logprobs = {
-            source: model.logprobs(minibatch, source, run.stop.is_set)
-            for source, model in models.items()
-        }
-        if "step_start" in found and minibatch.routes is None and run.policy.routes is not None:
-            found["routes"] = run.policy.routes
-        return found
+        for source in sources:
+            model = run.models[-1] if source == "value" else run.policy
+            by_source[source] = model.logprobs(minibatch, source, run.stop.is_set)
+
+        # Without the sampler's experts, the update replays those of the step-start pass.
+        if "step_start" in by_source and minibatch.routes is None and run.policy.routes is not None:
+            by_source["routes"] = run.policy.routes
+    return by_source
 
 
-def with_logprobs(minibatch: MiniBatch, found: Logprobs) -> MiniBatch:
+def with_logprobs(minibatch: MiniBatch, by_source: Logprobs) -> MiniBatch:
     """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has
     none yet.
     """
+    routes = minibatch.routes
+    if routes is None:
+        routes = by_source.get("routes")
+    estimates = {}
+    if "value" in by_source:
+        estimates["value"] = by_source["value"]
     return replace(
         minibatch,
-        step_start_logprobs=found.get("step_start"),
-        reference_logprobs=found.get("reference"),
-        routes=found.get("routes") if minibatch.routes is None else minibatch.routes,
-        estimates={"value": found["value"]} if "value" in found else {},
+        step_start_logprobs=by_source.get("step_start"),
+        reference_logprobs=by_source.get("reference"),
+        routes=routes,
+        estimates=estimates,
     )
 
 
 def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str, float]:
-    """Metrics of the scores' noise, measured on four groups of the mini-batch; empty if no
-    measurement is due.
+    """The noise of the scores, measured on four groups of the mini-batch in two packings.
+
+    Returns:
+        `pacs/score_noise*` (docs/metrics.md); empty if no measurement is due.
     """
     every = run.config.mismatch.score_noise_every
     if every is None or step % every or not isinstance(run.objective, Pacs):
@@ -81,30 +107,46 @@ def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str,
 def step_inputs(
     run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]
 ) -> tuple[list[MiniBatch], Any]:
-    """(mini-batches of all epochs, values that every update needs from all samples of the step,
-    such as advantages)
+    """The mini-batches of all epochs, and what every update needs from all samples of the step.
+
+    Returns:
+        Mini-batches, epoch after epoch.
+        The objective's values of the step, such as advantages; None without a mini-batch.
     """
-    facts = samples.facts
     if not minibatches:
         return [], None
+
+    facts = samples.facts
     if run.objective.kl_in_reward:
         facts = run.policy.with_sample_kl(facts, minibatches, run.objective)
     if run.critic is not None:
         facts, minibatches = run.critic.with_estimates(facts, minibatches, run.objective)
-    size = len(minibatches)
-    epochs = range(run.config.batch.epochs)
-    repeated = [
-        replace(part, index=part.index + size * epoch) for epoch in epochs for part in minibatches
-    ]
+
+    repeated = []
+    for epoch in range(run.config.batch.epochs):
+        first = epoch * len(minibatches)
+        repeated += [replace(one, index=first + one.index) for one in minibatches]
     return repeated, run.objective.prepare_step(facts)
 
 
 def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
-    """Runs one optimizer update of the policy and of the critic, with a score pass if the objective
-    needs one.
+    """Runs one optimizer update of the policy and of the critic.
 
-    Raises Interrupted (during the score pass) or NonFiniteError, both before any weight of that
-    model changes.
+    The policy runs a score pass before it if the objective needs one. While the critic warms up,
+    the policy does not change.
+
+    Args:
+        run: the run.
+        step: number of the step, from 1.
+        minibatch: with log-probs and, with a critic, values.
+        step_inputs: the objective's values of the step, from `step_inputs`.
+
+    Returns:
+        Metrics with their denominators, gradient norm and learning rate.
+
+    Raises:
+        Interrupted: during the score pass, before any weight of that model changes.
+        NonFiniteError: before any weight of that model changes.
     """
     options = run.config.objective
     with run.timer.span("update"):
@@ -114,12 +156,8 @@ def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -
         if run.critic is None:
             assert report is not None
             return report
+
         assert run.objective.critic is not None
-        own = replace(minibatch, routes=None)  # they are the policy's experts
-        return critic_report(report, run.critic.update(own, run.objective.critic, None))
-
-
-def poll(run: RunContext) -> None:
-    """Raises Interrupted on all ranks if any rank has a stop request."""
-    if run.channel.any_rank(run.stop.is_set()):
-        raise Interrupted
+        without_routes = replace(minibatch, routes=None)  # they are the policy's experts
+        critic_update = run.critic.update(without_routes, run.objective.critic, None)
+        return critic_report(report, critic_update)

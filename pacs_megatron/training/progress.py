@@ -21,7 +21,7 @@ from pacs_megatron.parallel.transfer import gather_arrays
 Source = LogprobSource | Literal["routes"]
 Logprobs = dict[Source, dict[int, np.ndarray]]
 """Source -> row of the mini-batch's SampleFacts -> float32 [response], nats; `routes`: experts, see
-policy/passes.py
+policy/routing.py
 """
 
 
@@ -39,44 +39,45 @@ class OpenStep:
     """
 
     def add(self, report: UpdateReport, num_samples: int) -> None:
-        # First update only: later updates have changed weights, which `mismatch/*` would include.
-        metrics = {
-            k: v
-            for k, v in report.metrics.items()
-            if self.updates == 0 or not k.startswith("mismatch/")
-        }
-        for name, value in metrics.items():
-            self.sums.add_means({name: value}, report.denominators.get(name, num_samples))
+        """Counts a completed update and adds its metrics.
+
+        Args:
+            report: its metrics, and the denominators of those that are not means over samples.
+            num_samples: samples of its mini-batch, on all ranks.
+        """
+        for name, value in report.metrics.items():
+            # Later updates have changed weights, which `mismatch/*` would include.
+            if self.updates == 0 or not name.startswith("mismatch/"):
+                self.sums.add_means({name: value}, report.denominators.get(name, num_samples))
+
         optimizer = {
-            "grad_norm": report.grad_norm,
-            "clipped_frac": float(report.is_clipped),
-            "lr": report.lr,
+            "optimizer/grad_norm": report.grad_norm,
+            "optimizer/clipped_frac": float(report.is_clipped),
+            "optimizer/lr": report.lr,
         }
-        self.sums.add_means({f"optimizer/{name}": value for name, value in optimizer.items()}, 1)
+        self.sums.add_means(optimizer, 1)
         self.updates += 1
 
     def to_record(self, rank: Rank, settings: Mapping[str, Any]) -> Record | None:
-        """The checkpoint's record on rank 0, None elsewhere; `settings` must not change inside the
-        step. Collective.
+        """The checkpoint's record on rank 0, None elsewhere. Collective.
+
+        Args:
+            rank: this rank.
+            settings: values that must not change inside the step.
         """
-        # Log-probs are on the last pipeline stage, equal on its tensor- and context-parallel ranks.
-        is_sender = rank.rank == rank.model_parallel_ranks[-1]
-        own: dict[str, np.ndarray] = {}
-        for index, found in enumerate(self.logprobs or []):
-            for source, by_row in found.items():
-                if (
-                    is_sender or source == "routes"
-                ):  # each stage has its layers' routes, and -1 for the others
-                    own |= {f"{index}.{source}.{row}": values for row, values in by_row.items()}
-        shares = gather_arrays(own, group=rank.control)
+        logprobs = self.logprobs or []
+        shares = gather_arrays(_own_arrays(logprobs, rank), group=rank.control)
         if shares is None:
             return None
+
+        # Several ranks have parts of one sample's routes; -1 marks the layers of other stages.
         arrays: dict[str, np.ndarray] = {}
-        for name, values in (item for share in shares for item in share.items()):
-            arrays[name] = np.maximum(arrays.get(name, values), values)
+        for share in shares:
+            for name, values in share.items():
+                arrays[name] = np.maximum(arrays.get(name, values), values)
         header = {
             "updates": self.updates,
-            "minibatches": len(self.logprobs or []),
+            "minibatches": len(logprobs),
             "settings": settings,
             "sums": {name: [item.total, item.count] for name, item in self.sums.sums.items()},
             "extremes": self.sums.extremes,
@@ -91,18 +92,21 @@ class OpenStep:
         """
         header, arrays = record
         for key, value in settings.items():
-            if (saved := header["settings"].get(key)) != value:
+            saved = header["settings"].get(key)
+            if saved != value:
                 raise CheckpointError(
-                    f"{key} is {value!r}, but the newest checkpoint was saved inside a step, "
-                    f"after {header['updates']} of "
-                    f"its updates, with {saved!r}: resume with that value and change it after the "
-                    "step's checkpoint, or "
-                    "remove the folder step_*_plus_* to repeat the step"
+                    f"{key} is {value!r}, but the newest checkpoint was saved inside a step, after "
+                    f"{header['updates']} of its updates, with {saved!r}: resume with that value "
+                    "and change it after the step's checkpoint, or remove the folder "
+                    "step_*_plus_* to repeat the step"
                 )
+
         logprobs: list[Logprobs] = [{} for _ in range(header["minibatches"])]
         for name, values in arrays.items():
             index, source, row = name.split(".")
-            logprobs[int(index)].setdefault(cast("Source", source), {})[int(row)] = values
+            by_row = logprobs[int(index)].setdefault(cast("Source", source), {})
+            by_row[int(row)] = values
+
         sums = MetricSums(
             sums={name: MetricSum(total, count) for name, (total, count) in header["sums"].items()},
             extremes=dict(header["extremes"]),
@@ -128,3 +132,18 @@ class RunProgress:
         self.step = self.step + 1
         self.open_step = OpenStep()
         self.row = row
+
+
+def _own_arrays(logprobs: list[Logprobs], rank: Rank) -> dict[str, np.ndarray]:
+    """`<mini-batch>.<source>.<row>` -> the arrays that this rank adds to the record."""
+    # Log-probs are on the last pipeline stage, equal on its tensor- and context-parallel ranks.
+    # Routes are on every stage: each has those of its layers.
+    is_sender = rank.rank == rank.model_parallel_ranks[-1]
+    arrays: dict[str, np.ndarray] = {}
+    for index, by_source in enumerate(logprobs):
+        for source, by_row in by_source.items():
+            if not is_sender and source != "routes":
+                continue
+            for row, values in by_row.items():
+                arrays[f"{index}.{source}.{row}"] = values
+    return arrays

@@ -1,10 +1,9 @@
-"""Writes checkpoints; with `checkpoint.async_save` a thread of every rank writes while the next
-step runs.
+"""Writes checkpoints, with `checkpoint.async_save` in a thread while the next step runs.
 
-Concurrency: the main thread copies the tensors that a later update changes. The thread writes them,
-the digests and the manifest, and renames the folder. Its collectives use a separate process group.
-The main thread waits for it at the end of the next step and before the run ends, so all ranks raise
-its error at the same point.
+Concurrency: every rank has such a thread. The main thread copies the tensors that a later update
+changes. The thread writes them, the digests and the manifest, and renames the folder. Its
+collectives use a separate process group. The main thread waits for it at the end of the next step
+and before the run ends, so all ranks raise its error at the same point.
 """
 
 import logging
@@ -25,18 +24,22 @@ class Saver:
 
     def __init__(self, config: RunConfig, rank: Rank) -> None:
         """Collective."""
-        wanted = config.checkpoint.async_save
-        self.in_background = rank.device.type == "cuda" if wanted is None else wanted
-        self._rank = (
-            with_own_control(rank, config.parallel.control_timeout_s)
-            if self.in_background
-            else rank
-        )
+        in_background = config.checkpoint.async_save
+        if in_background is None:
+            in_background = rank.device.type == "cuda"
+        self.in_background = in_background
+
+        self._rank = rank
+        if in_background:
+            self._rank = with_own_control(rank, config.parallel.control_timeout_s)
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[None] | None = None
 
     def write(self, write: Callable[[Rank], Path], *, in_background: bool) -> None:
-        """Writes the checkpoint, here or in the thread. Collective; raises as `start_checkpoint`."""
+        """Writes the checkpoint, here or in the thread. Collective.
+
+        Raises the errors of `start_checkpoint`; those of the thread are raised by `finish`.
+        """
         if in_background:
             self._running = self._threads.submit(self._write, write)
         else:
@@ -51,6 +54,7 @@ class Saver:
                 running.result()
 
     def close(self) -> None:
+        """Waits for the thread; logs its error, because the run ends."""
         try:
             self.finish()
         except (PacsError, RuntimeError) as error:

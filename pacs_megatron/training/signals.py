@@ -26,23 +26,27 @@ class StopFlag:
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / STOP_FILE
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._end_now: Callable[[str], None] | None = None
         self.reason = ""
+        """signal or file of the stop request; empty without one"""
 
     def install(
         self, end_now: Callable[[str], None] | None = None, *, with_file: bool = False
     ) -> None:
         """Handles the signals in this process. A second SIGINT raises KeyboardInterrupt.
 
-        Until `defer`, a thread calls `end_now` with the reason of a stop request: there is nothing
-        to save yet. `with_file`: the thread also checks the file; for rank 0, which removes the
-        file of an earlier attempt.
+        Args:
+            end_now: until `defer`, a thread calls it with the reason of a stop request: there is
+                nothing to save yet.
+            with_file: whether the thread also checks the file; for rank 0, which removes the file
+                of an earlier attempt.
         """
         self._end_now = end_now
         self._with_file = with_file
         for number in JOB_SIGNALS:
             signal.signal(number, self._on_signal)
+
         # Python runs no handler while the main thread waits in a collective, so a thread reads the
         # signal.
         self._wakeup, notify = socket.socketpair()
@@ -55,26 +59,30 @@ class StopFlag:
         """Makes later stop requests only set the flag, because the run has a state to save."""
         self._end_now = None
 
+    def is_set(self) -> bool:
+        """Whether there is a stop request. Checks the file at most once a second."""
+        if not self.reason and time.monotonic() >= self._next_check:
+            if self._file.exists():
+                self.reason = f"file {STOP_FILE}"
+            self._next_check = time.monotonic() + FILE_CHECK_S
+        return bool(self.reason)
+
     def _listen(self) -> None:
         while True:
             numbers = b""
             with suppress(TimeoutError):
                 numbers = self._wakeup.recv(64)
             for number in numbers:
-                if number in JOB_SIGNALS:
-                    self.reason = self.reason or signal.Signals(number).name
+                if number in JOB_SIGNALS and not self.reason:
+                    self.reason = signal.Signals(number).name
+
             end_now = self._end_now
-            if end_now is not None and (self.reason or (self._with_file and self.is_set())):
+            if end_now is None:
+                continue
+            if self.reason or (self._with_file and self.is_set()):
                 end_now(self.reason)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def is_set(self) -> bool:
-        if not self.reason and time.monotonic() >= self._next_look:
-            if self._file.exists():
-                self.reason = f"file {STOP_FILE}"
-            self._next_look = time.monotonic() + FILE_CHECK_S
-        return bool(self.reason)

@@ -33,46 +33,31 @@ def sync(run: RunContext, step: int) -> None:
             # For the retry, dead servers are restarted and broken process groups created again.
             logger.warning("weight update failed, retrying once: %s", error)
             digest = _push(run)
-        first = run.channel.broadcast_json(digest)
+        first_digest = run.channel.broadcast_json(digest)
 
         def check_equal() -> None:
-            if digest != first:
-                # Not a SyncError: the loop saves a checkpoint then, and these weights must not be
-                # saved.
+            if digest != first_digest:
+                # Not a SyncError, after which the loop saves a checkpoint: these weights must not
+                # be saved.
                 raise PacsError(
-                    f"rank 0 exported weights with digest {first}, rank {run.rank.rank} exported "
-                    f"{digest}: the replicas have drifted apart; resume from the last checkpoint"
+                    f"rank 0 exported weights with digest {first_digest}, rank {run.rank.rank} "
+                    f"exported {digest}: the replicas have drifted apart; resume from the last "
+                    "checkpoint"
                 )
 
         def set_current() -> None:
             if run.driver is not None:
-                weights = {"version": run.policy.version, "digest": digest}
-                run.driver.call({"op": "set_current", **weights, "trained": step})
+                run.driver.call(
+                    {
+                        "op": "set_current",
+                        "version": run.policy.version,
+                        "digest": digest,
+                        "trained": step,
+                    }
+                )
 
         run.channel.run_together(check_equal)
         run.channel.run_together(set_current)  # the driver now accepts samples of these weights
-
-
-def _push(run: RunContext) -> str:
-    """Exports to all receivers; returns the digest.
-
-    Collective. Raises on every rank if no receiver has the weights.
-    """
-    if (engine := run.engine) is not None:
-        return run.channel.run_together(
-            lambda: push(run.policy.version, run.policy.export_weights(), [engine])
-        )
-    for model in run.models:
-        model.offload.to_host()
-    _empty_caches(run)
-    receivers = _targets(run)
-    digest, error = run.channel.run_together(
-        lambda: stream(
-            run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run)
-        )
-    )
-    _require_a_server(run, bool(receivers), error)
-    return digest
 
 
 def release_memory(run: RunContext) -> None:
@@ -82,8 +67,8 @@ def release_memory(run: RunContext) -> None:
     """
     if not run.config.rollout.on_trainer_gpus:
         return
+    receivers = _receivers(run, is_release=True)
     error = None
-    receivers = _targets(run, is_release=True)
     try:
         for receiver in receivers:
             receiver.release_memory()
@@ -94,7 +79,31 @@ def release_memory(run: RunContext) -> None:
         model.offload.to_device()
 
 
-def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
+def _push(run: RunContext) -> str:
+    """Exports to all receivers; returns the digest.
+
+    Collective. Raises on every rank if no receiver has the weights.
+    """
+    engine = run.engine
+    if engine is not None:
+        return run.channel.run_together(
+            lambda: push(run.policy.version, run.policy.export_weights(), [engine])
+        )
+
+    for model in run.models:
+        model.offload.to_host()
+    _empty_caches(run)
+    receivers = _receivers(run)
+    digest, error = run.channel.run_together(
+        lambda: stream(
+            run.policy.version, run.policy.export_weights(), receivers, lambda: _empty_caches(run)
+        )
+    )
+    _require_a_server(run, bool(receivers), error)
+    return digest
+
+
+def _receivers(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
     """The weight sync of this rank with its servers as targets; empty on ranks without servers.
 
     Collective.
@@ -107,20 +116,19 @@ def _targets(run: RunContext, *, is_release: bool = False) -> list[ServerSync]:
 
     def begin_update() -> list[list[Any]]:
         assert run.driver is not None
-        servers: list[list[Any]] = run.driver.call(
-            {"op": "begin_update", "is_release": is_release}
-        )[0]["servers"]
+        header, _ = run.driver.call({"op": "begin_update", "is_release": is_release})
+        servers: list[list[Any]] = header["servers"]
         if rollout.sync.transport != "broadcast":
             return servers
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # `rollout.sync.host` is this host
         return [[url, number % num_here] for url, number in servers]
 
     servers = run.channel.broadcast_json(run.channel.run_together(begin_update, only=0))
-    mine = tuple(url for url, trainer_rank in servers if trainer_rank == run.rank.rank)
-    if not mine:
+    urls = tuple(url for url, trainer_rank in servers if trainer_rank == run.rank.rank)
+    if not urls:
         return []
     assert run.server_sync is not None
-    run.server_sync.set_targets(server_apis(rollout, mine))
+    run.server_sync.set_targets(server_apis(rollout, urls))
     return [run.server_sync]
 
 
@@ -130,12 +138,12 @@ def _require_a_server(run: RunContext, has_servers: bool, error: SyncError | Non
     Collective.
     """
 
-    def raise_it() -> None:
+    def raise_error() -> None:
         if error is not None:
             raise error
 
     if not run.channel.any_rank(has_servers and error is None):
-        run.channel.run_together(raise_it)
+        run.channel.run_together(raise_error)
 
 
 def _empty_caches(run: RunContext) -> None:
@@ -146,6 +154,5 @@ def _empty_caches(run: RunContext) -> None:
     if run.config.rollout.on_trainer_gpus and run.rank.device.type == "cuda":
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # blocks whose readers are done
         torch.cuda.empty_cache()
-        run.channel.any_rank(
-            False
-        )  # a barrier: a server with tp > 1 uses the GPUs of several ranks
+        # A barrier: a server with tp > 1 uses the GPUs of several ranks.
+        run.channel.any_rank(False)

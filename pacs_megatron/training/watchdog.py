@@ -39,15 +39,29 @@ _GRACE_S = 2.0
 
 
 class Watchdog:
-    """Ends this process with exit code 70 after `timeout_s` without progress of the main thread."""
+    """Ends this process with exit code 70 after `timeout_s` without progress of the main thread.
+
+    `start` starts its thread, `close` ends it.
+    """
 
     def __init__(
-        self, run_dir: Path, rank: int, world_size: int, timeout_s: float, stop_reason: Callable[[], str] = str,
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        stop_reason: Callable[[], str] = str,
         lead_s: float = math.inf,
-    ) -> None:  # fmt: skip
-        """`stop_reason`: returns the reason of this rank's stop request, or ""; the thread calls
-        it. `lead_s`: seconds between a stop request and the end of the job; the watchdog ends a
-        rank that has not saved by then.
+    ) -> None:
+        """
+        Args:
+            run_dir: the run's folder, for heartbeats and stacks.
+            rank: this rank.
+            world_size: number of ranks.
+            timeout_s: longest time without progress, seconds.
+            stop_reason: returns the reason of this rank's stop request, or ""; the thread calls it.
+            lead_s: seconds between a stop request and the end of the job; the watchdog ends a rank
+                that has not saved by then.
         """
         self._run_dir = run_dir
         self._rank = rank
@@ -60,7 +74,7 @@ class Watchdog:
         self._phase = "start"
         self._phase_since = time.monotonic()
         self._next_phase_notice_s = NOTICE_S
-        self._since = time.monotonic()
+        self._last_progress = time.monotonic()
         self._stop = threading.Event()
         self._file = run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -74,43 +88,47 @@ class Watchdog:
         self._thread.join()
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """Records that the main thread entered or left a phase; a callback for `Timer.on_change`."""
+        """Records that the main thread entered or left a phase; `Timer.on_change` calls it."""
         self._phase = " ".join(names) or "between phases"
         self._phase_since = time.monotonic()
         self._next_phase_notice_s = NOTICE_S
         self.alive()
 
     def alive(self) -> None:
-        self._since = time.monotonic()
+        """Records progress of the main thread."""
+        self._last_progress = time.monotonic()
 
     def _watch(self) -> None:
         last_write = 0.0
         while not self._stop.wait(min(1.0, self._timeout_s / 4)):
-            silent_s = time.monotonic() - self._since
+            silent_s = time.monotonic() - self._last_progress
             if silent_s > self._timeout_s:
-                self._report(
+                self._end(
                     f"no progress for {silent_s:.0f} s",
                     f"parallel.hang_timeout_s={self._timeout_s:g}",
                 )
                 return
+
             self._notice_phase()
             stopping_s = self._notice_stop(silent_s)
             if stopping_s > self._lead_s:
-                what = f"not saved {stopping_s:.0f} s after {self._stop_reason()}"
-                self._report(what, f"resources.signal_lead_s; {describe_newest(self._run_dir)}")
+                self._end(
+                    f"not saved {stopping_s:.0f} s after {self._stop_reason()}",
+                    f"resources.signal_lead_s; {describe_newest(self._run_dir)}",
+                )
                 return
+
             if time.monotonic() - last_write > _WRITE_EVERY_S:
                 self._write()
                 last_write = time.monotonic()
 
     def _notice_phase(self) -> None:
         """Logs a long phase on rank 0, for output without a live progress bar."""
-        lasts_s = time.monotonic() - self._phase_since
-        if self._rank == 0 and lasts_s > self._next_phase_notice_s:
-            self._next_phase_notice_s = lasts_s + next_notice_s(lasts_s)
-            logging.getLogger(PROGRESS_LOGGER).info(
-                "in phase '%s' for %.0f s", self._phase, lasts_s
-            )
+        phase_s = time.monotonic() - self._phase_since
+        if self._rank == 0 and phase_s > self._next_phase_notice_s:
+            self._next_phase_notice_s = phase_s + next_notice_s(phase_s)
+            progress_logger = logging.getLogger(PROGRESS_LOGGER)
+            progress_logger.info("in phase '%s' for %.0f s", self._phase, phase_s)
 
     def _notice_stop(self, silent_s: float) -> float:
         """Seconds since the stop request; 0 without one.
@@ -118,13 +136,15 @@ class Watchdog:
         Rank 0 logs the phase that delays the exit every 10 s.
         """
         now = time.monotonic()
-        if not (reason := self._stop_reason()):
+        reason = self._stop_reason()
+        if not reason:
             return 0.0
+
         if self._stop_since is None:
             self._stop_since = now
             self._next_notice = now + _NOTICE_EVERY_S
         since_s = now - self._stop_since
-        if not self._rank and now >= self._next_notice:
+        if self._rank == 0 and now >= self._next_notice:
             self._next_notice = now + _NOTICE_EVERY_S
             state = f"still in phase '{self._phase}', no progress for {silent_s:.0f} s"
             logger.warning(
@@ -133,34 +153,37 @@ class Watchdog:
         return since_s
 
     def _write(self) -> None:
+        """Writes this rank's heartbeat."""
         state = {
             "rank": self._rank,
             "phase": self._phase,
-            "silent_s": round(time.monotonic() - self._since, 1),
+            "silent_s": round(time.monotonic() - self._last_progress, 1),
         }
         with suppress(OSError):  # a full disk must not end this thread
             write_atomically(self._file, [json.dumps(state).encode()])
 
-    def _report(self, what: str, limit: str) -> None:
+    def _end(self, reason: str, limit: str) -> None:
+        """Writes the stack of this rank, on rank 0 the phases of all, and ends the process."""
         self._write()
         stack = self._run_dir / "logs" / f"rank{self._rank}.stack"
         with suppress(OSError):
             stack.parent.mkdir(parents=True, exist_ok=True)
             with stack.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
+
         time.sleep(_GRACE_S)
         sys.stderr.write(
-            f"rank {self._rank}: {what} in phase '{self._phase}' ({limit}); stack in {stack}\n"
+            f"rank {self._rank}: {reason} in phase '{self._phase}' ({limit}); stack in {stack}\n"
         )
         if self._rank == 0:
-            sys.stderr.writelines(
-                f"  {self._describe(other)}\n" for other in range(self._world_size)
-            )
+            for rank in range(self._world_size):
+                sys.stderr.write(f"  {self._describe(rank)}\n")
             write_exit_code(self._run_dir, ExitCode.HANG)
         sys.stderr.flush()
         os._exit(int(ExitCode.HANG))
 
     def _describe(self, rank: int) -> str:
+        """The last heartbeat of a rank."""
         file = self._run_dir / HEARTBEAT_FOLDER / f"rank{rank}.json"
         try:
             state = read_object(file)

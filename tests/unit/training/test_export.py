@@ -18,7 +18,7 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
         (before / name).write_text("old")
     (before / "plots").mkdir()
     (before / "plots" / "a.png").write_text("mine")
-    export._keep_others(before, target)
+    export._remove_previous(before, target)
     found = {
         str(path.relative_to(target)): path.read_text()
         for path in target.rglob("*")
