@@ -9,7 +9,13 @@ from pacs_megatron.workbench.compare.compare import compare
 
 
 def run_compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
-    """Writes the page to `out` and each of `files` (its format is the key); returns lines to print."""
+    """Writes the page to `out` and each of `files`; returns lines to print.
+
+    Args:
+        runs: folders of runs.
+        out: the page.
+        files: format (json, csv, latex) -> file, None where it is not wanted.
+    """
     with report_wait("for the runs to be compared"):
         comparison = compare(runs)
         paths = {"html": out}

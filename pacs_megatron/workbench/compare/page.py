@@ -11,7 +11,7 @@ import numpy as np
 
 from pacs_megatron.observability.charts import Chart, Series, line_chart
 from pacs_megatron.observability.page import page, safe_text
-from pacs_megatron.workbench.compare.compare import THRESHOLDS, Comparison, Method
+from pacs_megatron.workbench.compare.compare import THRESHOLDS, Method, Run, RunComparison
 
 _CURVES = (
     ("reward/mean", "reward", "mean over samples"),
@@ -19,196 +19,259 @@ _CURVES = (
     ("optimizer/grad_norm", "gradient norm", "before clipping"),
     ("response/len_mean", "response length", "tokens"),
 )
-_Places = dict[int, list[tuple[float, float]]]
+_MAX_COST_CHARTS = 4
+Points = dict[int, list[tuple[float, float]]]
 """Step or k -> (x value, value) of each run that has it"""
 _LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"}
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\~{}",
+        "^": r"\^{}",
+        "[": "{[}",  # after the end of a row, "[" starts an argument
+        "\n": " ",
+    }
 )
-_LATEX |= str.maketrans({"[": "{[}", "\n": " "})  # after the end of a row, "[" starts an argument
 
 
-def compare_html(comparison: Comparison) -> str:
+def compare_html(comparison: RunComparison) -> str:
     """The page."""
-    verdicts = "".join(f"<p>{safe_text(sentence)}</p>" for sentence in comparison.sentences())
     names = [method.label for method in comparison.methods]
-    tasks = safe_text(", ".join(comparison.tasks))
     title = " · ".join(names)
-    differ = [["key", *names]]
-    for key, given in comparison.differences.items():
-        differ.append([key, *("–" if value is None else str(value) for value in given)])
+    tasks = safe_text(", ".join(comparison.tasks))
+    verdicts = "".join(f"<p>{safe_text(sentence)}</p>" for sentence in comparison.sentences())
+    if not verdicts:
+        verdicts = "<p>One method: nothing to compare.</p>"
     parts = [
         f"<h1>{safe_text(title)}</h1>",
         f'<p class="soft"><small>Score: final pass@1, or final reward, of {tasks}. Brackets are '
-        "95 % intervals "
-        "by stratified bootstrap over seeds; bands are the standard error over seeds.</small></p>",
-        f'<div class="card">{verdicts or "<p>One method: nothing to compare.</p>"}</div>',
-        f"<h2>Scores</h2>{_table(_scores(comparison))}",
-        f"<h2>What differs</h2>{_table(differ)}" if comparison.differences else "",
+        "95 % intervals by stratified bootstrap over seeds; bands are the standard error over "
+        "seeds.</small></p>",
+        f'<div class="card">{verdicts}</div>',
+        f"<h2>Scores</h2>{_table(_score_rows(comparison))}",
     ]
+    if comparison.differences:
+        parts.append(f"<h2>What differs</h2>{_table(_difference_rows(comparison))}")
+
     for heading, charts in _sections(comparison):
-        if drawn := [line_chart(chart) for chart in charts if chart.series]:
+        drawn = [line_chart(chart) for chart in charts if chart.series]
+        if drawn:
             parts.append(f'<h2>{heading}</h2><div class="charts">{"".join(drawn)}</div>')
     return page(f"Comparison: {title}", f"<main>{''.join(parts)}</main>")
 
 
-def _scores(comparison: Comparison, mean: str = "{:.3f} ± {:.3f}") -> list[list[str]]:
-    """The rows of the table, the header first; `mean` shows a mean and its standard error, if there
-    is one.
+# ------------------------------------------------------------------------------------------- tables
+def _difference_rows(comparison: RunComparison) -> list[list[str]]:
+    """A header, and a row for each differing key."""
+    rows = [["key", *(method.label for method in comparison.methods)]]
+    for key, values in comparison.differences.items():
+        rows.append([key, *("–" if value is None else str(value) for value in values)])
+    return rows
+
+
+def _score_rows(comparison: RunComparison, mean_format: str = "{:.3f} ± {:.3f}") -> list[list[str]]:
+    """A header, and a row for each method.
+
+    Args:
+        comparison: the comparison.
+        mean_format: shows a mean and its standard error, where a method has several runs.
     """
     rows = [["method", "seeds", *comparison.tasks, "interquartile mean"]]
-    for m in comparison.methods:
-        of_mean, of_iqm = (
-            (mean, "{:.3f} [{:.3f}, {:.3f}]") if len(m.runs) > 1 else ("{:.3f}", "{:.3f}")
-        )
-        cells = map(of_mean.format, m.scores.mean(axis=0), _standard_error(m.scores))
-        rows.append([m.label, str(len(m.runs)), *cells, of_iqm.format(*m.iqm)])
+    for method in comparison.methods:
+        of_mean = "{:.3f}"
+        of_iqm = "{:.3f}"
+        if len(method.runs) > 1:
+            of_mean = mean_format
+            of_iqm = "{:.3f} [{:.3f}, {:.3f}]"
+        means = method.scores.mean(axis=0)
+        errors = _standard_error(method.scores)
+        cells = [of_mean.format(*pair) for pair in zip(means, errors, strict=True)]
+        rows.append([method.label, str(len(method.runs)), *cells, of_iqm.format(*method.iqm)])
     return rows
 
 
 def _standard_error(values: np.ndarray) -> np.ndarray:
     """Over the first axis; zeros for one row."""
     count = len(values)
-    error: np.ndarray = (
-        values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(values.shape[1])
-    )
+    if count == 1:
+        return np.zeros(values.shape[1])
+    error: np.ndarray = values.std(axis=0, ddof=1) / math.sqrt(count)
     return error
 
 
-def _sections(comparison: Comparison) -> Iterator[tuple[str, list[Chart]]]:
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table; the first row is the header."""
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
+        cells = "".join(f"<{tag}>{safe_text(cell)}</{tag}>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f'<div class="card wide"><table>{"".join(lines)}</table></div>'
+
+
+# ------------------------------------------------------------------------------------------- charts
+def _sections(comparison: RunComparison) -> Iterator[tuple[str, list[Chart]]]:
+    """(heading, charts) of each section of the page."""
     methods = comparison.methods
-    learning = [*((f"eval/{task}/pass@1", task, "pass@1") for task in comparison.tasks), _CURVES[0]]
+    learning = [(f"eval/{task}/pass@1", task, "pass@1") for task in comparison.tasks]
+    learning.append(_CURVES[0])
     yield "Learning", [_curves(methods, *curve) for curve in learning]
-    passes = [_pass_at_k(methods, task) for task in comparison.tasks]
-    yield (
-        "pass@k",
-        [chart for chart in passes if any(len(series.points) > 1 for series in chart.series)],
-    )
-    by_cost = [
-        (key, f"{title} by {x}", note, x)
-        for key, title, note in learning[:4]
-        for x in ("seconds", "tokens")
-    ]
-    yield "Wall-clock and tokens", [_curves(methods, *curve) for curve in by_cost]
+
+    charts = [_pass_at_k(methods, task) for task in comparison.tasks]
+    yield "pass@k", [chart for chart in charts if _has_a_curve(chart)]
+
+    by_cost = []
+    for key, title, note in learning[:_MAX_COST_CHARTS]:
+        for x in ("seconds", "tokens"):
+            by_cost.append(_curves(methods, key, f"{title} by {x}", note, x))
+    yield "Wall-clock and tokens", by_cost
+
     yield "Training", [_curves(methods, *curve) for curve in _CURVES[1:]]
-    profile = [
-        Series(
-            name=m.label,
-            points=[(round(100 * t), v.value) for t, v in zip(THRESHOLDS, m.profile, strict=True)],
-            half_width=[(v.high - v.low) / 2 for v in m.profile],
-        )
-        for m in methods
-    ]
+    yield "Profiles", [_profile(methods)]
+
+
+def _has_a_curve(chart: Chart) -> bool:
+    return any(len(series.points) > 1 for series in chart.series)
+
+
+def _profile(methods: Sequence[Method]) -> Chart:
+    series = []
+    for method in methods:
+        points = []
+        half_width = []
+        for threshold, interval in zip(THRESHOLDS, method.profile, strict=True):
+            points.append((round(100 * threshold), interval.value))
+            half_width.append((interval.high - interval.low) / 2)
+        series.append(Series(name=method.label, points=points, half_width=half_width))
     note = "share of runs and tasks above the score; band: width of the 95 % interval"
-    yield "Profiles", [Chart(title="performance profile", series=profile, note=note, x="score %")]
+    return Chart(title="performance profile", series=series, note=note, x="score %")
 
 
 def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str = "step") -> Chart:
-    """Mean over the seeds that have the step, and its standard error; over seconds or tokens, steps
-    that all seeds have.
+    """The metric `key` of each method: mean over the seeds that have the step, standard error.
+
+    Over seconds or tokens a curve has only the steps that all seeds have: a seed that ends early
+    would move the mean of x.
     """
     series = []
     for method in methods:
-        at: _Places = {}
+        points: Points = {}
         for run in method.runs:
-            seconds = np.array([row.get("time/step_s") or 0.0 for row in run.rows])
-            rates = [row.get("tokens_per_s") or 0.0 for row in run.rows] if x == "tokens" else 1.0
-            places = (
-                [row["step"] for row in run.rows] if x == "step" else np.cumsum(seconds * rates)
-            )
-            for row, place in zip(run.rows, places, strict=True):
+            for row, place in zip(run.rows, _places(run, x), strict=True):
                 if row.get(key) is not None:
-                    at.setdefault(row["step"], []).append((place, row[key]))
-        most = max(map(len, at.values()), default=0)
-        series += _series(
-            method, {k: found for k, found in at.items() if x == "step" or len(found) == most}
-        )
+                    points.setdefault(row["step"], []).append((place, row[key]))
+        if x != "step":
+            num_seeds = max(map(len, points.values()), default=0)
+            points = {step: pairs for step, pairs in points.items() if len(pairs) == num_seeds}
+        series += _series(method, points)
     return Chart(title=title, series=series, note=note, x=x)
 
 
-def _series(method: Method, at: _Places) -> list[Series]:
-    pairs = [np.array(found, np.float64) for _, found in sorted(at.items())]
-    points = [(round(p[:, 0].mean()), float(p[:, 1].mean())) for p in pairs]
-    widths = [float(_standard_error(p)[1]) for p in pairs]
-    return [Series(name=method.label, points=points, half_width=widths)] if at else []
+def _places(run: Run, x: str) -> Sequence[float]:
+    """The x value of each row of a run: its step, or the seconds or tokens up to it."""
+    if x == "step":
+        return [row["step"] for row in run.rows]
+    seconds = np.array([row.get("time/step_s") or 0.0 for row in run.rows])
+    if x == "tokens":
+        rates = np.array([row.get("tokens_per_s") or 0.0 for row in run.rows])
+        return np.cumsum(seconds * rates)  # type: ignore[return-value]
+    return np.cumsum(seconds * 1.0)  # type: ignore[return-value]
+
+
+def _series(method: Method, points: Points) -> list[Series]:
+    """The line of a method; [] without points."""
+    if not points:
+        return []
+    means = []
+    errors = []
+    for _, values in sorted(points.items()):
+        pairs = np.array(values, np.float64)
+        means.append((round(pairs[:, 0].mean()), float(pairs[:, 1].mean())))
+        errors.append(float(_standard_error(pairs)[1]))
+    return [Series(name=method.label, points=means, half_width=errors)]
 
 
 def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
     """pass@k over k at the end of the runs, or of their evaluations."""
-    series = []
     prefix = f"eval/{task}/pass@"
+    series = []
     for method in methods:
-        at: _Places = {}
+        points: Points = {}
         for run in method.runs:
-            rows = (
-                [run.results] if f"{prefix}1" in run.results else run.rows
-            )  # never a curve of both
-            for key in {key: None for row in rows for key in row if key.startswith(prefix)}:
-                k = key.removeprefix(prefix)
-                score = run.score(key)
-                if k.isdecimal() and score is not None:
-                    at.setdefault(int(k), []).append((int(k), score))
-        series += _series(method, at)
+            for k in _ks_of(run, prefix):
+                score = run.score(f"{prefix}{k}")
+                if score is not None:
+                    points.setdefault(k, []).append((k, score))
+        series += _series(method, points)
     return Chart(title=task, series=series, note="pass@k", x="k")
 
 
-def compare_json(comparison: Comparison) -> str:
+def _ks_of(run: Run, prefix: str) -> list[int]:
+    """The k of a run's pass@k: of its evaluation, or of its steps, never of both."""
+    rows = [run.results] if f"{prefix}1" in run.results else run.rows
+    ks: dict[int, None] = {}  # in the order of their first row, each once
+    for row in rows:
+        for key in row:
+            word = key.removeprefix(prefix)
+            if key.startswith(prefix) and word.isdecimal():
+                ks[int(word)] = None
+    return list(ks)
+
+
+# -------------------------------------------------------------------------------------------- files
+def compare_json(comparison: RunComparison) -> str:
     """All numbers of the page except the curves, as JSON."""
+    methods = {}
+    for method in comparison.methods:
+        methods[method.label] = {
+            "runs": [run.name for run in method.runs],
+            "seeds": [run.seed for run in method.runs],
+            "scores": method.scores.tolist(),
+            "interquartile_mean": method.iqm._asdict(),
+            "performance_profile": [interval.value for interval in method.profile],
+            "performance_profile_interval": [interval[1:] for interval in method.profile],
+        }
+    improvements = []
+    for (x, y), chance in comparison.improvements.items():
+        improvements.append({"x": x, "y": y, **chance._asdict()})
     record: dict[str, Any] = {
         "tasks": comparison.tasks,
         "differences": comparison.differences,
-        "methods": {
-            m.label: {
-                "runs": [run.name for run in m.runs],
-                "seeds": [run.seed for run in m.runs],
-                "scores": m.scores.tolist(),
-                "interquartile_mean": m.iqm._asdict(),
-                "performance_profile": [found.value for found in m.profile],
-                "performance_profile_interval": [found[1:] for found in m.profile],
-            }
-            for m in comparison.methods
-        },
-        "probability_of_improvement": [
-            {"x": x, "y": y, **chance._asdict()}
-            for (x, y), chance in comparison.improvements.items()
-        ],
+        "methods": methods,
+        "probability_of_improvement": improvements,
         "sentences": comparison.sentences(),
     }
     return json.dumps(record, indent=1) + "\n"
 
 
-def compare_csv(comparison: Comparison) -> str:
+def compare_csv(comparison: RunComparison) -> str:
     """One line per run and task: method, run, seed, task, score."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["method", "run", "seed", "task", "score"])
     for method in comparison.methods:
-        for run, row in zip(method.runs, method.scores.tolist(), strict=True):
-            writer.writerows(
-                [method.label, run.name, run.seed, *found]
-                for found in zip(comparison.tasks, row, strict=True)
-            )
+        for run, scores in zip(method.runs, method.scores.tolist(), strict=True):
+            for task, score in zip(comparison.tasks, scores, strict=True):
+                writer.writerow([method.label, run.name, run.seed, task, score])
     return out.getvalue()
 
 
-def compare_latex(comparison: Comparison) -> str:
-    """A `tabular` for the package booktabs: mean and standard error over seeds, interquartile mean
-    with its interval.
+def compare_latex(comparison: RunComparison) -> str:
+    """A `tabular` for the package booktabs.
+
+    It has the mean and the standard error over seeds, and the interquartile mean with its interval.
     """
-    header, *rows = _scores(comparison, r"${:.3f} \pm {:.3f}$")
-    rows = [
-        [name.translate(_LATEX) for name in header],
-        *([row[0].translate(_LATEX), *row[1:]] for row in rows),
-    ]
-    first, *lines = [f"{' & '.join(row)} \\\\" for row in rows]
-    columns = "r" * (len(header) - 1)
+    header, *rows = _score_rows(comparison, r"${:.3f} \pm {:.3f}$")
+    header_line = _latex_line([cell.translate(_LATEX) for cell in header])
+    # Cells of numbers are LaTeX already.
+    lines = [_latex_line([row[0].translate(_LATEX), *row[1:]]) for row in rows]
+    columns = "l" + "r" * (len(header) - 1)
     body = "\n".join(lines)
-    top = f"\\begin{{tabular}}{{l{columns}}}\n\\toprule\n{first}\n\\midrule\n"
-    return f"{top}{body}\n\\bottomrule\n\\end{{tabular}}\n"
+    return (
+        f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{header_line}\n\\midrule\n"
+        f"{body}\n\\bottomrule\n\\end{{tabular}}\n"
+    )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = []
-    for number, row in enumerate(rows):
-        tag = "td" if number else "th"
-        lines.append(f"<tr>{''.join(f'<{tag}>{safe_text(cell)}</{tag}>' for cell in row)}</tr>")
-    return f'<div class="card wide"><table>{"".join(lines)}</table></div>'
+def _latex_line(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"

@@ -1,4 +1,4 @@
-"""Tables of `pacs-megatron paper`: pass@k and diversity with intervals, beside published numbers."""
+"""Tables of `paper`: pass@k and diversity with intervals, beside published numbers."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,86 +21,122 @@ Folders = Mapping[str, Sequence[Path]]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value: pass@k in per cent, or a diversity.
-
-    `place`: model and benchmark; `ours`: mean over seeds and problems.
-    """
+    """One value: pass@k in per cent, or a diversity."""
 
     place: tuple[str, str]
+    """model and benchmark"""
     method: str
     metric: str
     seeds: int
     ours: Interval | None
+    """mean over seeds and problems"""
     published: float | None
 
     def text(self) -> str:
         """`88.12 [86.01, 90.20] / 88.69`"""
         digits = ".2f" if self.metric.startswith("pass@") else ".4f"
-        ours = "-" if self.ours is None else "{:{d}} [{:{d}}, {:{d}}]".format(*self.ours, d=digits)
-        return ours if self.published is None else f"{ours} / {self.published:{digits}}"
+        text = "-"
+        if self.ours is not None:
+            text = "{:{d}} [{:{d}}, {:{d}}]".format(*self.ours, d=digits)
+        if self.published is not None:
+            text += f" / {self.published:{digits}}"
+        return text
 
 
 def pass_cells(
     place: tuple[str, str], ks: Sequence[int], evaluations: Folders, published: Any
 ) -> Iterator[Cell]:
-    """pass@k over problems with k judged responses. `published`: method -> k -> per cent."""
+    """pass@k over problems with k judged responses.
+
+    Args:
+        place: model and benchmark.
+        ks: the k of the columns.
+        evaluations: the evaluation folders of each method.
+        published: method -> k -> per cent.
+
+    Raises:
+        DataError: evaluations of one method have different numbers of problems.
+    """
     for method, folders in evaluations.items():
-        found = [_passes(folder / "results.json", place[1], ks) for folder in folders]
-        if len({passes.shape for passes in found}) > 1:
+        passes = [_passes(folder / "results.json", place[1], ks) for folder in folders]
+        if len({array.shape for array in passes}) > 1:
             files = ", ".join(f"{folder}/results.json" for folder in folders)
             raise DataError(
                 f"{files}: {place[1]} has other numbers of problems; remove the wrong files, run "
                 "it again"
             )
-        for k, scores in zip(ks, np.stack(found, axis=1), strict=True):
-            ours = bootstrap_seeds(scores)
+        scores_by_k = np.stack(passes, axis=1)
+        for k, scores in zip(ks, scores_by_k, strict=True):
             yield Cell(
-                place, method, f"pass@{k}", len(folders), ours, published.get(method, {}).get(k)
+                place=place,
+                method=method,
+                metric=f"pass@{k}",
+                seeds=len(folders),
+                ours=bootstrap_seeds(scores),
+                published=published.get(method, {}).get(k),
             )
 
 
 def _passes(file: Path, benchmark: str, ks: Sequence[int]) -> np.ndarray:
-    """Per cent, float [ks, problems]; NaN with fewer than k judged responses.
+    """pass@k in per cent, float [ks, problems]; NaN with fewer than k judged responses.
 
     Raises DataError for a damaged file.
     """
     with parsing(str(file), DataError):
-        counts = [
-            (p["num_samples"], p["num_correct"]) for p in read_object(file)["problems"][benchmark]
-        ]
-        passes = [
-            [100 * pass_at_k(n, correct, k) if n >= k else np.nan for n, correct in counts]
-            for k in ks
-        ]
-    return np.array(passes)
+        problems = read_object(file)["problems"][benchmark]
+        counts = [(problem["num_samples"], problem["num_correct"]) for problem in problems]
+        rows = []
+        for k in ks:
+            rows.append(
+                [100 * pass_at_k(n, correct, k) if n >= k else np.nan for n, correct in counts]
+            )
+    return np.array(rows)
 
 
 def diversity_cells(
     place: tuple[str, str], runs: Folders, vectors: Vectors, published: Any
 ) -> Iterator[Cell]:
-    """Diversity over questions. `published`: method -> benchmark -> value."""
+    """Diversity over questions.
+
+    Args:
+        place: model and benchmark.
+        runs: the run folders of each method.
+        vectors: the embeddings of all runs.
+        published: method -> benchmark -> value.
+    """
     for method, folders in runs.items():
-        ends = tuple(f"/{folder.name} {place[1]}" for folder in folders)
-        found = [
-            question_scores(questions) for name, questions in vectors.items() if name.endswith(ends)
-        ]
-        names = sorted(set().union(*found))
-        ours = bootstrap_seeds(
-            np.array([[scores.get(name, np.nan) for name in names] for scores in found])
+        endings = tuple(f"/{folder.name} {place[1]}" for folder in folders)
+        scores_of_runs = []
+        for name, questions in vectors.items():
+            if name.endswith(endings):
+                scores_of_runs.append(question_scores(questions))
+
+        questions_of_all = sorted(set().union(*scores_of_runs))
+        scores = np.array(
+            [[run.get(name, np.nan) for name in questions_of_all] for run in scores_of_runs]
         )
         yield Cell(
-            place, method, "diversity", len(folders), ours, published.get(method, {}).get(place[1])
+            place=place,
+            method=method,
+            metric="diversity",
+            seeds=len(folders),
+            ours=bootstrap_seeds(scores),
+            published=published.get(method, {}).get(place[1]),
         )
 
 
 def table_text(cells: Sequence[Cell]) -> str:
-    """The table as text: one block per model and benchmark, one line per method, one column per
-    metric.
+    """The table as text.
+
+    One block per model and benchmark, one line per method, one column per metric.
     """
-    parts = []
+    blocks = []
     for place, block in itertools.groupby(cells, key=lambda cell: cell.place):
-        lines = [list(row) for _, row in itertools.groupby(block, key=lambda cell: cell.method)]
-        header = ["method", "seeds", *(cell.metric for cell in lines[0])]
-        rows = [[row[0].method, str(row[0].seeds), *(cell.text() for cell in row)] for row in lines]
-        parts.append(f"{' '.join(place)}\n{aligned([header, *rows])}")
-    return "\n\n".join(parts)
+        by_method = itertools.groupby(block, key=lambda cell: cell.method)
+        lines = [list(line) for _, line in by_method]
+        rows = [["method", "seeds", *(cell.metric for cell in lines[0])]]
+        for line in lines:
+            texts = [cell.text() for cell in line]
+            rows.append([line[0].method, str(line[0].seeds), *texts])
+        blocks.append(f"{' '.join(place)}\n{aligned(rows)}")
+    return "\n\n".join(blocks)
