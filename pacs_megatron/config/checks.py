@@ -3,7 +3,7 @@ problem is one line.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,21 @@ from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.dapo import DapoOptions
 from pacs_megatron.objectives.registry import REGISTRY
 
+_MAX_SGLANG_STOPS = 32
+"""Maximum number of stop strings of a request, a limit of SGLang"""
+
 
 def find_problems(config: RunConfig) -> list[str]:
     """Problems of the configuration alone."""
-    return [problem for check in _CHECKS for problem in check(config)]
+    problems: list[str] = []
+    for check in _CHECKS:
+        problems += check(config)
+    return problems
+
+
+def layout_problems(config: RunConfig, world_size: int) -> list[str]:
+    """Problems of the layout on `world_size` ranks."""
+    return list(_rank_problems(config, world_size))
 
 
 def max_sequence_tokens(config: RunConfig) -> int:
@@ -30,9 +41,11 @@ def max_response_tokens(config: RunConfig) -> int:
     return config.rollout.sampling.max_response_tokens
 
 
-def layout_problems(config: RunConfig, world_size: int) -> list[str]:
-    """Problems of the layout on `world_size` ranks."""
-    return list(_layout(config, world_size))
+def response_key(config: RunConfig) -> str:
+    """Dotted key of the response limit."""
+    if config.rollout.is_sampled:
+        return "rollout.sampling.max_response_tokens"
+    return "rollout.max_response_tokens"
 
 
 def changed(options: Options) -> list[str]:
@@ -58,27 +71,41 @@ def divisors(number: int) -> list[int]:
 
 def one_of(values: list[int]) -> str:
     """`use one of 1, 2, 4`."""
-    return (
-        f"use one of {', '.join(str(value) for value in values)}"
-        if len(values) > 1
-        else f"use {values[0]}"
-    )
+    if len(values) == 1:
+        return f"use {values[0]}"
+    return f"use one of {', '.join(map(str, values))}"
 
 
-_MAX_SGLANG_STOPS = 32
+Allowed = int | tuple[str | int | None, ...]
+"""Allowed values of an option: a tuple, or a number that the value must exceed."""
+Requirement = tuple[str, str, Allowed]
+"""(option, option that it requires if it differs from its default, allowed values of that option).
+None as an allowed value: the section is absent, or its default is set later.
+"""
+
+
+def _all_require(options: Iterable[str], required: str, allowed: Allowed) -> list[Requirement]:
+    return [(option, required, allowed) for option in options]
+
+
 _SAMPLED = ("embedded", "sglang")
-_USE_GROUPS = tuple(
+_GROUP_OBJECTIVES = tuple(
     sorted(name for name, objective in REGISTRY.items() if objective.coupling == "group")
 )
-_FUSED = (
-    "moe_permute_fusion",
-    "use_precision_aware_optimizer",
-    "gradient_accumulation_fusion",
-    "tp_comm_overlap",
-)
-_ADAM_OPTIONS = ("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload")
+_ADMISSION = [f"admission.{name}" for name in AdmissionOptions.model_fields]
 _MEGATRON = "parallel.megatron"
-_REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] = (
+_FUSED = [
+    f"{_MEGATRON}.moe_permute_fusion",
+    f"{_MEGATRON}.use_precision_aware_optimizer",
+    f"{_MEGATRON}.gradient_accumulation_fusion",
+    f"{_MEGATRON}.tp_comm_overlap",
+]
+_ADAM_OPTIONS = [
+    f"{_MEGATRON}.exp_avg_dtype",
+    f"{_MEGATRON}.exp_avg_sq_dtype",
+    f"{_MEGATRON}.optimizer_cpu_offload",
+]
+_REQUIREMENTS: list[Requirement] = [
     ("run.nproc", "resources.gpus_per_node", (0,)),
     ("resources.gpu", "resources.gpus_per_node", 0),
     ("precision.fp8", "precision.dtype", ("bf16",)),
@@ -87,8 +114,8 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     ("parallel.sequence_parallel", "parallel.tp", 1),
     ("parallel.vpp", "parallel.pp", 1),
     ("parallel.recompute.modules", "parallel.recompute.granularity", ("selective",)),
-    *((f"{_MEGATRON}.{name}", "resources.gpus_per_node", 0) for name in _FUSED),
-    *((f"{_MEGATRON}.{name}", "precision.dtype", ("bf16",)) for name in _FUSED),
+    *_all_require(_FUSED, "resources.gpus_per_node", 0),
+    *_all_require(_FUSED, "precision.dtype", ("bf16",)),
     (f"{_MEGATRON}.overlap_param_gather", f"{_MEGATRON}.overlap_grad_reduce", (True, None)),
     (f"{_MEGATRON}.overlap_param_gather", "parallel.distributed_optimizer", (True,)),
     (
@@ -99,10 +126,7 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     (f"{_MEGATRON}.tp_comm_overlap", "parallel.sequence_parallel", (True,)),
     (f"{_MEGATRON}.tp_comm_overlap", "precision.fp8.recipe", ("tensorwise", "delayed", None)),
     (f"{_MEGATRON}.use_precision_aware_optimizer", "parallel.distributed_optimizer", (True,)),
-    *(
-        (f"{_MEGATRON}.{name}", f"{_MEGATRON}.use_precision_aware_optimizer", (True,))
-        for name in _ADAM_OPTIONS
-    ),
+    *_all_require(_ADAM_OPTIONS, f"{_MEGATRON}.use_precision_aware_optimizer", (True,)),
     (f"{_MEGATRON}.optimizer_offload_fraction", f"{_MEGATRON}.optimizer_cpu_offload", (True,)),
     (f"{_MEGATRON}.optimizer_cpu_offload", f"{_MEGATRON}.exp_avg_dtype", ("fp32",)),
     (f"{_MEGATRON}.optimizer_cpu_offload", f"{_MEGATRON}.exp_avg_sq_dtype", ("fp32",)),
@@ -118,8 +142,8 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     ("rollout.sync.host", "rollout.sync.transport", ("broadcast",)),
     ("rollout.sync.quantize", "rollout.servers.device", ("cuda", None)),
     ("rollout.servers.visible_devices", "rollout.servers.device", ("cuda",)),
-    ("batch.groups", "objective.name", _USE_GROUPS),
-    *((f"admission.{name}", "rollout.engine", _SAMPLED) for name in AdmissionOptions.model_fields),
+    ("batch.groups", "objective.name", _GROUP_OBJECTIVES),
+    *_all_require(_ADMISSION, "rollout.engine", _SAMPLED),
     ("admission.oversample", "admission.drop_one_class_groups", (True,)),
     ("admission.refill_rounds", "admission.drop_one_class_groups", (True,)),
     ("data.shuffle_labels", "rollout.engine", _SAMPLED),
@@ -127,29 +151,30 @@ _REQUIREMENTS: tuple[tuple[str, str, int | tuple[str | int | None, ...]], ...] =
     ("mismatch.score_noise_every", "objective.name", ("pacs",)),
     ("mismatch.max_score_noise", "mismatch.score_noise_every", 0),
     ("mismatch.min_score_snr", "mismatch.score_noise_every", 0),
-)
-"""(option, option that it requires if it differs from its default, allowed values of that option: a
-tuple, or a lower bound). None: that section is absent, or its default is set later.
-"""
+]
 
 
-def _requirements(config: RunConfig) -> Iterator[str]:
-    for key, other, allowed in _REQUIREMENTS:
+def _requirement_problems(config: RunConfig) -> Iterator[str]:
+    for key, required, allowed in _REQUIREMENTS:
         parent, _, name = key.rpartition(".")
         section = _value_at(config, parent)
         value = getattr(section, name, None)
-        found = _value_at(config, other)
         if not value or value == type(section).model_fields[name].default:
             continue
+
+        required_value = _value_at(config, required)
         if isinstance(allowed, int):
-            is_met = (found or 0) > allowed
-            needed = f" > {allowed}"
+            is_met = (required_value or 0) > allowed
+            expected = f" > {allowed}"
         else:
-            is_met = found in allowed
-            needed = "=" + " | ".join(_text(each) for each in allowed if each is not None)
+            is_met = required_value in allowed
+            expected = "=" + " | ".join(_text(option) for option in allowed if option is not None)
         if not is_met:
-            chosen = "" if isinstance(value, Options) else f"={_text(value)}"
-            yield f"{key}{chosen} requires {other}{needed}, got {_text(found)}; change {other}, or remove {key}"
+            text = "" if isinstance(value, Options) else f"={_text(value)}"
+            yield (
+                f"{key}{text} requires {required}{expected}, got {_text(required_value)}; change "
+                f"{required}, or remove {key}"
+            )
 
 
 def _value_at(config: RunConfig, key: str) -> Any:
@@ -164,48 +189,95 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _run(config: RunConfig) -> Iterator[str]:
+def _run_problems(config: RunConfig) -> Iterator[str]:
     run = config.run
     resources = config.resources
     if seconds_of(resources.time_limit) <= resources.signal_lead_s:
         yield (
             f"resources.time_limit={resources.time_limit} is not longer than "
-            "resources.signal_lead_s="
-            f"{resources.signal_lead_s}; the stop signal would arrive at the start; raise it"
+            f"resources.signal_lead_s={resources.signal_lead_s}; the stop signal would arrive at "
+            "the start; raise it"
         )
     if resources.gpus_per_node and resources.gpu is None:
         yield "`resources.gpu` is missing; set it to a100, h100, h200 or b200"
     if resources.gpus_per_node or run.nproc is not None:
         key = "resources.nodes" if resources.gpus_per_node else "run.nproc"
-        yield from _layout(config, ranks_to_start(config), key)
+        yield from _rank_problems(config, ranks_to_start(config), key)
 
 
-def _rollout_place(config: RunConfig) -> Iterator[str]:
+def _rank_problems(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[str]:
+    """Problems of the layout on `world_size` ranks, a number that comes from `key`."""
+    parallel = config.parallel
+    replica = parallel.tp * parallel.pp * parallel.cp
+    product = f"parallel.tp*pp*cp={parallel.tp}*{parallel.pp}*{parallel.cp}={replica}"
+    if world_size % replica:
+        sizes = one_of(divisors(world_size)).removeprefix("use ")
+        prefix = "" if key.startswith("parallel.") else f"{key}: "
+        yield (
+            f"{prefix}{world_size} ranks are not a multiple of {product}; start a multiple of "
+            f"{replica} ranks, or make tp*pp*cp {sizes}"
+        )
+        return
+
+    # With ep > 1 experts are not sharded by tensor parallelism: they are distributed over all ranks
+    # of a stage.
+    stage_ranks = world_size // parallel.pp
+    if stage_ranks % parallel.ep:
+        yield (
+            f"parallel.ep={parallel.ep} does not divide the {stage_ranks} ranks of a pipeline "
+            f"stage ({world_size} ranks, pp={parallel.pp}); {one_of(divisors(stage_ranks))}"
+        )
+
+    dp = world_size // replica
+    groups = config.batch.prompts_per_step // config.batch.updates_per_step
+    samples = groups * config.batch.samples_per_prompt
+    if samples < dp:
+        yield (
+            f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * "
+            f"samples_per_prompt) for {dp} data-parallel ranks; raise batch.prompts_per_step or "
+            "use fewer ranks"
+        )
+
+
+def _ipc_problems(config: RunConfig) -> Iterator[str]:
+    """Servers that cannot open the trainer's memory."""
     resources = config.resources
     rollout = config.rollout.sglang
-    servers = config.rollout.managed_servers
-    is_elsewhere = servers is not None and servers.device == "cuda" and not servers.colocated
-    are_several = servers is None and resources.nodes * resources.gpus_per_node > 1
-    is_ipc = rollout is not None and rollout.sync.transport == "ipc"
-    if is_ipc and (resources.rollout_nodes or is_elsewhere or are_several):
-        fix = (
-            "set rollout.servers.colocated=true, or "
-            if is_elsewhere and not resources.rollout_nodes
-            else ""
-        )
+    if rollout is None or rollout.sync.transport != "ipc":
+        return
+
+    servers = rollout.servers
+    are_on_other_gpus = servers is not None and servers.device == "cuda" and not servers.colocated
+    # Which of several GPUs an external server uses is not known here.
+    may_be_elsewhere = servers is None and resources.nodes * resources.gpus_per_node > 1
+    if resources.rollout_nodes or are_on_other_gpus or may_be_elsewhere:
+        can_colocate = are_on_other_gpus and not resources.rollout_nodes
+        fix = "set rollout.servers.colocated=true, or " if can_colocate else ""
         yield (
             "rollout.sync.transport=ipc passes handles of one host's memory, which a server on "
             f"another GPU or node cannot open; {fix}use broadcast or disk"
         )
-    if rollout is None or servers is None:
+
+
+def _server_problems(config: RunConfig) -> Iterator[str]:
+    """Nodes and GPUs of managed servers."""
+    resources = config.resources
+    rollout = config.rollout.sglang
+    if rollout is None or rollout.servers is None:
         return
+
+    servers = rollout.servers
     key = "resources.rollout_nodes"
     nodes = resources.rollout_nodes
     if not nodes:
         key = "resources.nodes"
         nodes = resources.nodes if servers.colocated else 1
     if servers.count % nodes:
-        yield f"rollout.servers.count={servers.count} does not divide over {key}={nodes}; use a multiple of {nodes}"
+        yield (
+            f"rollout.servers.count={servers.count} does not divide over {key}={nodes}; use a "
+            f"multiple of {nodes}"
+        )
+
     if servers.colocated and nodes > 1 and rollout.sync.transport != "disk":
         yield (
             f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true "
@@ -213,53 +285,66 @@ def _rollout_place(config: RunConfig) -> Iterator[str]:
             "server on different GPUs; use disk"
         )
     if servers.colocated and nodes > 1 and servers.visible_devices:
-        yield f"rollout.servers.visible_devices with {key}={nodes}: each node assigns its GPUs to its servers; remove it"
-    offered = nodes * resources.gpus_per_node
+        yield (
+            f"rollout.servers.visible_devices with {key}={nodes}: each node assigns its GPUs to "
+            "its servers; remove it"
+        )
+
+    needed_gpus = servers.count * servers.tp
+    offered_gpus = nodes * resources.gpus_per_node
     if servers.device == "cuda" and servers.tp > resources.gpus_per_node:
         yield (
             f"rollout.servers.tp={servers.tp}: a server runs on one node with "
-            "resources.gpus_per_node="
-            f"{resources.gpus_per_node}; change one of them"
+            f"resources.gpus_per_node={resources.gpus_per_node}; change one of them"
         )
-    elif servers.device == "cuda" and servers.count * servers.tp > offered:
+    elif servers.device == "cuda" and needed_gpus > offered_gpus:
         yield (
-            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = "
-            f"{servers.count * servers.tp} GPUs, but {key} * gpus_per_node = {nodes} * "
-            f"{resources.gpus_per_node} offers {offered}; use at most {offered // servers.tp} "
-            "servers"
+            f"rollout.servers.count * tp = {servers.count} * {servers.tp} = {needed_gpus} GPUs, "
+            f"but {key} * gpus_per_node = {nodes} * {resources.gpus_per_node} offers "
+            f"{offered_gpus}; use at most {offered_gpus // servers.tp} servers"
         )
 
 
-def _no_effect(config: RunConfig) -> Iterator[str]:
+def _ineffective_options(config: RunConfig) -> Iterator[str]:
     """Settings that prevent training of the policy, or that make another option ineffective."""
-    reward = config.reward
-    dapo = config.objective
-    limit = max_response_tokens(config)
     if config.admission.drop_one_class_groups and config.batch.samples_per_prompt == 1:
-        yield "admission.drop_one_class_groups=true drops every group of batch.samples_per_prompt=1 sample; set it to false"
-    threshold = (
-        None if reward is None or reward.name not in UNIT_REWARDS else reward.label_threshold
-    )
-    if threshold is not None and not 0 < threshold <= 1:
-        yield f"reward.label_threshold={threshold:g} gives every reward of 0 or 1 the same label; remove it"
-    if (
-        isinstance(dapo, DapoOptions)
-        and (dapo.overlong_length or 0) - (dapo.overlong_buffer or 0) >= limit
-    ):
         yield (
-            f"objective.overlong_length={dapo.overlong_length} - "
-            f"overlong_buffer={dapo.overlong_buffer} is not below "
-            f"{response_key(config)}={limit}, so no response is punished; set "
-            f"overlong_length={limit}"
+            "admission.drop_one_class_groups=true drops every group of batch.samples_per_prompt=1 "
+            "sample; set it to false"
         )
-    if (
-        config.parallel.megatron.moe_token_dispatcher_type == "flex"
-        and config.parallel.tp * config.parallel.ep == 1
-    ):
-        yield "parallel.megatron.moe_token_dispatcher_type=flex requires parallel.ep or parallel.tp > 1; remove it"
+
+    reward = config.reward
+    threshold = None
+    if reward is not None and reward.name in UNIT_REWARDS:
+        threshold = reward.label_threshold
+    if threshold is not None and not 0 < threshold <= 1:
+        yield (
+            f"reward.label_threshold={threshold:g} gives every reward of 0 or 1 the same label; "
+            "remove it"
+        )
+
+    if isinstance(config.objective, DapoOptions):
+        dapo = config.objective
+        limit = max_response_tokens(config)
+        unpunished_tokens = (dapo.overlong_length or 0) - (dapo.overlong_buffer or 0)
+        if unpunished_tokens >= limit:
+            yield (
+                f"objective.overlong_length={dapo.overlong_length} - "
+                f"overlong_buffer={dapo.overlong_buffer} is not below "
+                f"{response_key(config)}={limit}, so no response is punished; set "
+                f"overlong_length={limit}"
+            )
+
+    parallel = config.parallel
+    is_flex = parallel.megatron.moe_token_dispatcher_type == "flex"  # noqa: S105  (no password)
+    if is_flex and parallel.tp * parallel.ep == 1:
+        yield (
+            "parallel.megatron.moe_token_dispatcher_type=flex requires parallel.ep or parallel.tp "
+            "> 1; remove it"
+        )
 
 
-def _batch(config: RunConfig) -> Iterator[str]:
+def _batch_problems(config: RunConfig) -> Iterator[str]:
     batch = config.batch
     if batch.updates_per_step > batch.prompts_per_step:
         yield (
@@ -267,73 +352,86 @@ def _batch(config: RunConfig) -> Iterator[str]:
             f"{batch.prompts_per_step}: an update requires at least one group; use at most "
             f"{batch.prompts_per_step}"
         )
+
     longest = max_sequence_tokens(config)
     if batch.tokens_per_microbatch < longest:
         yield (
             f"batch.tokens_per_microbatch={batch.tokens_per_microbatch} is smaller than the "
-            "longest sample: "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response_key(config)}="
-            f"{max_response_tokens(config)}; use at least {longest}"
+            f"longest sample: data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+            f"{response_key(config)}={max_response_tokens(config)}; use at least {longest}"
         )
-    if (
-        batch.groups == "together"
-        and batch.tokens_per_microbatch < batch.samples_per_prompt * longest
-    ):
+
+    longest_group = batch.samples_per_prompt * longest
+    if batch.groups == "together" and batch.tokens_per_microbatch < longest_group:
         yield (
             "batch.groups=together needs batch.tokens_per_microbatch >= batch.samples_per_prompt "
-            f"* (data.max_prompt_tokens + {response_key(config)}) = "
-            f"{batch.samples_per_prompt * longest}, got {batch.tokens_per_microbatch}; raise it, "
-            "or use batch.groups=auto"
+            f"* (data.max_prompt_tokens + {response_key(config)}) = {longest_group}, got "
+            f"{batch.tokens_per_microbatch}; raise it, or use batch.groups=auto"
         )
 
 
-def _strategy(config: RunConfig) -> Iterator[str]:
-    name = config.objective.name
-    is_demo = not config.rollout.is_sampled
-    columns = config.data.train.columns
-    if is_demo != config.objective.trains_on_demonstrations:
-        fix = (
-            "rollout.engine=embedded or objective.name=sft"
-            if is_demo
-            else "rollout.engine=demonstrations"
-        )
+def _engine_problems(config: RunConfig) -> Iterator[str]:
+    """A rollout engine that does not fit the objective, the reward or the data."""
+    objective = config.objective
+    rollout = config.rollout
+    uses_demonstrations = not rollout.is_sampled
+    if uses_demonstrations != objective.trains_on_demonstrations:
+        fix = "rollout.engine=demonstrations"
+        if uses_demonstrations:
+            fix = "rollout.engine=embedded or objective.name=sft"
         yield (
-            f"rollout.engine={config.rollout.engine} with objective.name={name}: sft trains on the "
-            f"data's solutions, the other objectives on sampled responses; set {fix}"
+            f"rollout.engine={rollout.engine} with objective.name={objective.name}: sft trains on "
+            f"the data's solutions, the other objectives on sampled responses; set {fix}"
         )
-    if config.rollout.is_sampled and config.rollout.sampling.temperature == 0:
+
+    if rollout.is_sampled and rollout.sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature=0 is greedy: all responses of a group are equal, and "
             "log-probs are divided by it; use a temperature above 0, such as 1.0 (0 is for "
             "evaluation.sampling)"
         )
-    if config.reward is None and not is_demo:
-        yield "`reward` is missing; sampled responses require a verifier: add reward.name, such as math"
-    if is_demo and columns is not None and columns.solution is None:
-        yield "`data.train.columns.solution` is missing; rollout.engine=demonstrations trains on it: name the column"
-    if is_demo and config.reward is not None and not config.evaluation.benchmarks:
+    if rollout.is_sampled and config.reward is None:
+        yield (
+            "`reward` is missing; sampled responses require a verifier: add reward.name, such as "
+            "math"
+        )
+
+    columns = config.data.train.columns
+    if uses_demonstrations and columns is not None and columns.solution is None:
+        yield (
+            "`data.train.columns.solution` is missing; rollout.engine=demonstrations trains on it: "
+            "name the column"
+        )
+    has_benchmarks = bool(config.evaluation.benchmarks)
+    if uses_demonstrations and config.reward is not None and not has_benchmarks:
         yield "`reward` is not used by rollout.engine=demonstrations without benchmarks; remove it"
 
 
-def _datasets(config: RunConfig) -> Iterator[str]:
-    benchmarks = {
-        f"evaluation.benchmarks.{index}": each
-        for index, each in enumerate(config.evaluation.benchmarks)
-    }
-    names: dict[str, str] = {}
-    for key, dataset in {"data.train": config.data.train, **benchmarks}.items():
+def _dataset_problems(config: RunConfig) -> Iterator[str]:
+    datasets = {"data.train": config.data.train}
+    for index, benchmark in enumerate(config.evaluation.benchmarks):
+        datasets[f"evaluation.benchmarks.{index}"] = benchmark
+
+    key_of_name: dict[str, str] = {}
+    for key, dataset in datasets.items():
         if (dataset.preset is None) == (dataset.columns is None):
             got = "neither" if dataset.preset is None else "both"
             yield f"{key}: exactly one of `preset` and `columns` must be set, got {got}; set one"
+
         name = dataset.name or dataset.preset or Path(dataset.path).stem
-        if key in benchmarks and names.setdefault(name, key) != key:
-            yield f"{key}.name={name} is also the name of benchmark {names[name].rpartition('.')[2]}; rename it"
+        if key == "data.train":
+            continue  # a benchmark may have the name of the training data
+        first_key = key_of_name.setdefault(name, key)
+        if first_key != key:
+            number = first_key.rpartition(".")[2]
+            yield f"{key}.name={name} is also the name of benchmark {number}; rename it"
 
 
-def _optimizer(config: RunConfig) -> Iterator[str]:
+def _optimizer_problems(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it"
+
     updates = config.run.steps * config.batch.num_updates
     if optimizer.schedule != "constant" and optimizer.warmup_updates >= updates:
         yield (
@@ -343,79 +441,62 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _sampling(config: RunConfig) -> Iterator[str]:
-    evaluation = config.evaluation
-    places = {
+def _stop_problems(config: RunConfig) -> Iterator[str]:
+    """More stop strings than SGLang takes."""
+    if config.rollout.sglang is None:
+        return
+    samplings = {
         "rollout.sampling": config.rollout.sampling,
-        "evaluation.sampling": evaluation.sampling,
+        "evaluation.sampling": config.evaluation.sampling,
     }
-    for place, sampling in places.items():
-        if (
-            config.rollout.sglang is not None
-            and sampling is not None
-            and len(sampling.stop) > _MAX_SGLANG_STOPS
-        ):
-            yield f"{place}.stop has {len(sampling.stop)} strings, but SGLang allows at most {_MAX_SGLANG_STOPS}; shorten it"
+    for key, sampling in samplings.items():
+        if sampling is not None and len(sampling.stop) > _MAX_SGLANG_STOPS:
+            yield (
+                f"{key}.stop has {len(sampling.stop)} strings, but SGLang allows at most "
+                f"{_MAX_SGLANG_STOPS}; shorten it"
+            )
+
+
+def _evaluation_problems(config: RunConfig) -> Iterator[str]:
+    evaluation = config.evaluation
     if not evaluation.benchmarks:
         for name in changed(evaluation):
-            yield f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark or remove the key"
+            yield (
+                f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark "
+                "or remove the key"
+            )
         return
+
     if evaluation.sampling is None:
         yield "`evaluation.sampling` is missing; benchmarks require it: add max_response_tokens"
     if config.reward is None:
         yield "`reward` is missing; benchmarks require a verifier: add reward.name, such as math"
+
     for index, benchmark in enumerate(evaluation.benchmarks):
         num_samples, ks = draws_of(evaluation, benchmark)
-        of_k = "" if benchmark.k is None else f"benchmarks.{index}."
-        of_n = "" if benchmark.samples_per_prompt is None else f"benchmarks.{index}."
+        section = f"evaluation.benchmarks.{index}"
+        k_key = f"{'evaluation' if benchmark.k is None else section}.k"
+        is_default = benchmark.samples_per_prompt is None
+        samples_key = f"{'evaluation' if is_default else section}.samples_per_prompt"
         for k in ks:
             if not 1 <= k <= num_samples:
                 yield (
-                    f"evaluation.{of_k}k={k}: pass@k requires 1 <= k <= "
-                    f"evaluation.{of_n}samples_per_prompt="
-                    f"{num_samples}; lower k or raise evaluation.{of_n}samples_per_prompt"
+                    f"{k_key}={k}: pass@k requires 1 <= k <= {samples_key}={num_samples}; lower k "
+                    f"or raise {samples_key}"
                 )
 
 
-def response_key(config: RunConfig) -> str:
-    """Dotted key of the response limit."""
-    return (
-        "rollout.sampling.max_response_tokens"
-        if config.rollout.is_sampled
-        else "rollout.max_response_tokens"
-    )
-
-
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_run, _strategy, _requirements, _rollout_place, _no_effect),
-    *(_batch, _datasets, _optimizer, _sampling),
+    _run_problems,
+    _engine_problems,
+    _requirement_problems,
+    _ipc_problems,
+    _server_problems,
+    _ineffective_options,
+    _batch_problems,
+    _dataset_problems,
+    _optimizer_problems,
+    _stop_problems,
+    _evaluation_problems,
 )
-
-
-def _layout(config: RunConfig, world_size: int, key: str = "parallel.tp") -> Iterator[str]:
-    parallel = config.parallel
-    replica = parallel.tp * parallel.pp * parallel.cp
-    product = f"parallel.tp*pp*cp={parallel.tp}*{parallel.pp}*{parallel.cp}={replica}"
-    if world_size % replica:
-        fix = f"start a multiple of {replica} ranks, or make tp*pp*cp {one_of(divisors(world_size)).removeprefix('use ')}"
-        prefix = "" if key.startswith("parallel.") else f"{key}: "
-        yield (f"{prefix}{world_size} ranks are not a multiple of {product}; {fix}")
-        return
-    # With ep > 1 experts are not sharded by tensor parallelism: they are distributed over all ranks
-    # of a stage.
-    stage_ranks = world_size // parallel.pp
-    if stage_ranks % parallel.ep:
-        yield (
-            f"parallel.ep={parallel.ep} does not divide the {stage_ranks} ranks of a pipeline "
-            f"stage ({world_size} ranks, "
-            f"pp={parallel.pp}); {one_of(divisors(stage_ranks))}"
-        )
-    dp = world_size // replica
-    groups = config.batch.prompts_per_step // config.batch.updates_per_step
-    samples = groups * config.batch.samples_per_prompt
-    if samples < dp:
-        yield (
-            f"an update has {samples} samples (batch.prompts_per_step / updates_per_step * "
-            "samples_per_prompt) for "
-            f"{dp} data-parallel ranks; raise batch.prompts_per_step or use fewer ranks"
-        )
+"""In the order of their messages: the command line shows the first problem."""

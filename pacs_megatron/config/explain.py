@@ -7,45 +7,61 @@ from pathlib import Path
 from pacs_megatron.config.checks import layout_problems, max_sequence_tokens
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.config.load import leaves, load_config
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import BatchOptions, RunConfig
+
+_MAX_COLUMN = 72
+"""Column of the origins, unless all lines are shorter"""
 
 
 def show(config_path: Path, overrides: Sequence[str] = ()) -> str:
     """The resolved configuration, one line `key = value  # origin` per value."""
     loaded = load_config(config_path, overrides)
-    rows = [
-        (f"{key} = {json.dumps(value, ensure_ascii=False)}", key)
+    texts = {
+        key: f"{key} = {json.dumps(value, ensure_ascii=False)}"
         for key, value in leaves(loaded.config)
-    ]
-    width = min(max(len(text) for text, _ in rows), 72)
+    }
+    width = min(max(map(len, texts.values())), _MAX_COLUMN)
     origins = loaded.origins
-    return "\n".join(f"{text:<{width}}  # {origins[key]}" for text, key in rows)
+    return "\n".join(f"{text:<{width}}  # {origins[key]}" for key, text in texts.items())
 
 
 def explain(config_path: Path, overrides: Sequence[str] = (), ranks: int | None = None) -> str:
-    """The derived values as a table, for `ranks` (default: the number that `train` starts)."""
+    """The derived values as a table, for `ranks` (default: the number that `train` starts).
+
+    Raises:
+        ConfigError: The configuration is invalid, or its layout does not fit the ranks.
+    """
     loaded = load_config(config_path, overrides)
-    world_size = ranks or ranks_to_start(loaded.config)
-    problems = layout_problems(loaded.config, world_size)
+    config = loaded.config
+    world_size = ranks or ranks_to_start(config)
+    problems = layout_problems(config, world_size)
     if problems:
         raise loaded.fail(problems[0])
-    config = loaded.config
-    batch = loaded.config.batch
-    run = loaded.config.run
+
+    rows = _derived_values(config, world_size)
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    return "\n".join(
+        f"{name:<{name_width}}  {value:>{value_width}}  = {formula}"
+        for name, value, formula in rows
+    )
+
+
+def _derived_values(config: RunConfig, world_size: int) -> list[tuple[str, str, str]]:
+    """Rows of (name, value, formula)."""
+    batch = config.batch
+    run = config.run
     samples = batch.prompts_per_step * batch.samples_per_prompt
     updates = run.steps * batch.num_updates
-    low, rest = divmod(batch.prompts_per_step, batch.updates_per_step)
-    shares = [low, low + 1] if rest else [low]
-    per_update = " or ".join(str(groups * batch.samples_per_prompt) for groups in shares)
     longest = max_sequence_tokens(config)
     num_longest = batch.tokens_per_microbatch // longest
-    values = [
+    return [
         ("ranks", str(world_size), "run.nproc, or tp * pp * cp, or what torchrun / srun starts"),
         ("data-parallel replicas", str(layout_of(config, world_size).dp), "ranks / (tp * pp * cp)"),
         ("samples a step", f"{samples:,}", "batch.prompts_per_step * batch.samples_per_prompt"),
         (
             "samples an update",
-            per_update,
+            _samples_per_update(batch),
             "whole groups of a step, shared over batch.updates_per_step",
         ),
         ("updates in the run", f"{updates:,}", "run.steps * batch.updates_per_step * batch.epochs"),
@@ -57,11 +73,13 @@ def explain(config_path: Path, overrides: Sequence[str] = (), ranks: int | None 
             "batch.tokens_per_microbatch / longest sample",
         ),
     ]
-    name_width, value_width = (max(len(row[column]) for row in values) for column in (0, 1))
-    return "\n".join(
-        f"{name:<{name_width}}  {value:>{value_width}}  = {formula}"
-        for name, value, formula in values
-    )
+
+
+def _samples_per_update(batch: BatchOptions) -> str:
+    """`64`, or `64 or 72` if the groups of a step do not divide over its updates."""
+    groups, remainder = divmod(batch.prompts_per_step, batch.updates_per_step)
+    shares = [groups, groups + 1] if remainder else [groups]
+    return " or ".join(str(share * batch.samples_per_prompt) for share in shares)
 
 
 def schema_json() -> str:

@@ -21,14 +21,15 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def ranks_to_start(config: RunConfig) -> int:
-    """World size of the run: one rank per GPU of `resources`, else `run.nproc`, else one replica of
-    the model.
+    """World size of the run: one rank per GPU of `resources`, else `run.nproc` ranks per node, else
+    one replica of the model per node.
     """
     resources = config.resources
-    parallel = config.parallel
     if resources.gpus_per_node:
         return resources.nodes * resources.gpus_per_node
-    return (config.run.nproc or parallel.tp * parallel.pp * parallel.cp) * resources.nodes
+    parallel = config.parallel
+    ranks_per_node = config.run.nproc or parallel.tp * parallel.pp * parallel.cp
+    return ranks_per_node * resources.nodes
 
 
 def draws_of(
@@ -36,4 +37,5 @@ def draws_of(
 ) -> tuple[int, tuple[int, ...]]:
     """(responses per problem, values of k) of one of `evaluation.benchmarks`."""
     num_samples = benchmark.samples_per_prompt or evaluation.samples_per_prompt
-    return num_samples, evaluation.k if benchmark.k is None else benchmark.k
+    ks = evaluation.k if benchmark.k is None else benchmark.k
+    return num_samples, ks

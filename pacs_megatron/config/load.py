@@ -9,7 +9,7 @@ the working directory.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,19 @@ from pydantic import BaseModel, ValidationError
 from pacs_megatron.config.checks import find_problems
 from pacs_megatron.config.messages import TAGS, explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.config.yaml_tree import MAX_BYTES, MAX_DEPTH, Node, parse_yaml, read_yaml
+from pacs_megatron.config.yaml_tree import (
+    MAX_YAML_BYTES,
+    MAX_YAML_DEPTH,
+    YamlNode,
+    parse_yaml,
+    read_yaml,
+)
 from pacs_megatron.errors import ConfigError, shown
 
 MAX_FILES = 100
 """Number of files of one configuration, counted with repetition.
 
-Together they have at most MAX_BYTES.
+Together they have at most MAX_YAML_BYTES.
 """
 _INDEX = re.compile(r"[0-9]{1,9}")
 
@@ -36,14 +42,17 @@ class LoadedConfig:
 
     config: RunConfig
     path: Path
-    tree: Node
+    tree: YamlNode
     """The merged YAML, before defaults."""
 
     @property
     def origins(self) -> dict[str, str]:
         """Dotted key of every value -> `file:line`, `override` or `default`."""
-        nodes = {key: self.tree.at(_split(key)) for key, _ in leaves(self.config)}
-        return {key: "default" if node is None else node.origin for key, node in nodes.items()}
+        origins = {}
+        for key, _ in leaves(self.config):
+            node = self.tree.find(_split(key))
+            origins[key] = "default" if node is None else node.origin
+        return origins
 
     def where(self, key: str) -> str:
         """`file:line` of `key`, or of the nearest enclosing section in the files."""
@@ -54,9 +63,8 @@ class LoadedConfig:
 
         Loading it gives an equal configuration.
         """
-        return yaml.safe_dump(
-            self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000
-        )
+        values = self.config.model_dump(mode="json")
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
 
     def fail(self, problem: str) -> ConfigError:
         """The error for `problem`, with the origin of the key that it names first."""
@@ -64,21 +72,27 @@ class LoadedConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Reads, merges and validates a run's configuration. Raises ConfigError."""
+    """Reads, merges and validates a run's configuration.
+
+    Args:
+        path: The YAML file.
+        overrides: `key=value` with a dotted key and a value in YAML.
+
+    Raises:
+        ConfigError: With the origin of the value that is wrong.
+    """
     tree = _read(Path(path), (), [])
     if overrides:
-        first, *rest = map(_parse_override, overrides)
-        for (
-            node
-        ) in rest:  # merges overrides first, so a strategy and its options may have any order
-            first = merge(first, node)
-        tree = merge(tree, first)
+        tree = merge(tree, _merge_all([_parse_override(text) for text in overrides]))
+
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
         raise ConfigError(explain_validation(error.errors(), tree)) from None
+
     loaded = LoadedConfig(config, Path(path), tree)
-    if problems := find_problems(config):
+    problems = find_problems(config)
+    if problems:
         raise loaded.fail(problems[0])
     return loaded
 
@@ -102,39 +116,66 @@ def _leaves_of(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def merge(base: Node, over: Node, section: str = "") -> Node:
+def merge(base: YamlNode, over: YamlNode, section: str = "") -> YamlNode:
     """`base` merged with `over`, which wins.
 
-    `section` is the dotted key of both; its tag selects a strategy.
+    Args:
+        base: The lower layer.
+        over: The higher layer.
+        section: Dotted key of both; its tag selects a strategy.
     """
-    if not isinstance(over.value, dict) or not isinstance(base.value, dict | list):
+    if not isinstance(over.value, dict):
         return over
     if isinstance(base.value, list):
-        if not over.value or not all(
-            _INDEX.fullmatch(key) and int(key) < len(base.value) for key in over.value
-        ):
-            return over
-        changed = {int(key): node for key, node in over.value.items()}
-        return Node(
-            [merge(n, changed[k], "0") if k in changed else n for k, n in enumerate(base.value)],
-            base.origin,
-        )
+        items = _merge_items(base.value, over.value)
+        return over if items is None else YamlNode(items, base.origin)
+    if not isinstance(base.value, dict):
+        return over
+
     if section in TAGS:
-        before, after = (node.at([TAGS[section]]) for node in (base, over))
+        before = base.find([TAGS[section]])
+        after = over.find([TAGS[section]])
         if before is not None and after is not None and before.value != after.value:
-            return over
+            return over  # the options of `base` belong to another strategy
+
     merged = dict(base.value)
     for key, node in over.value.items():
-        merged[key] = (
-            merge(merged[key], node, f"{section}.{key}".strip(".")) if key in merged else node
-        )
-    return Node(merged, base.origin)
+        if key in merged:
+            node = merge(merged[key], node, f"{section}.{key}".strip("."))
+        merged[key] = node
+    return YamlNode(merged, base.origin)
 
 
-def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
+def _merge_items(items: list[YamlNode], over: Mapping[str, YamlNode]) -> list[YamlNode] | None:
+    """`items` merged with a mapping from indices, as in `evaluation.benchmarks.0.path=...`.
+
+    None if the mapping is empty or has a key that is not the index of an item.
+    """
+    if not over:
+        return None
+    merged = list(items)
+    for key, node in over.items():
+        if not _INDEX.fullmatch(key) or int(key) >= len(items):
+            return None
+        merged[int(key)] = merge(items[int(key)], node, "0")
+    return merged
+
+
+def _merge_all(layers: Sequence[YamlNode]) -> YamlNode:
+    """Overrides merged with each other, so that a strategy and its options may have any order."""
+    merged = layers[0]
+    for layer in layers[1:]:
+        merged = merge(merged, layer)
+    return merged
+
+
+def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> YamlNode:
     """A file merged with its includes.
 
-    `sizes`: sizes of all files so far, because nested includes can multiply.
+    Args:
+        path: The file.
+        chain: The files that include it, outermost first.
+        sizes: Sizes of all files so far in bytes, because nested includes can multiply.
     """
     display = _display(path)
     try:
@@ -144,65 +185,76 @@ def _read(path: Path, chain: tuple[Path, ...], sizes: list[int]) -> Node:
             f"cannot read the configuration {display}: {error}; give a file"
         ) from None
     if resolved in chain:
-        cycle = " -> ".join(_display(step) for step in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"include cycle: {cycle}; remove one of these includes")
-    own = read_yaml(path, display)
+        cycle = [*chain[chain.index(resolved) :], resolved]
+        text = " -> ".join(map(_display, cycle))
+        raise ConfigError(f"include cycle: {text}; remove one of these includes")
+
+    file = read_yaml(path, display)
     sizes.append(os.path.getsize(path))
-    if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:
-        limit = f"{MAX_FILES} files" if len(sizes) > MAX_FILES else f"{MAX_BYTES} bytes"
-        raise ConfigError(
-            f"more than {limit} by `include:`, the last is {display}; include fewer files"
-        )
-    assert isinstance(own.value, dict)
-    entries = dict(own.value)
+    _check_sizes(sizes, display)
+
+    assert isinstance(file.value, dict)  # checked by read_yaml
+    entries = dict(file.value)
     include = entries.pop("include", None)
-    tree = Node({}, own.origin)
+    tree = YamlNode({}, file.origin)
     for target in _included(include, path.parent):
         tree = merge(tree, _read(target, (*chain, resolved), sizes))
-    return Node(merge(tree, Node(entries, own.origin)).value, own.origin)
+    tree = merge(tree, YamlNode(entries, file.origin))
+    return YamlNode(tree.value, file.origin)
 
 
-def _included(include: Node | None, folder: Path) -> Iterator[Path]:
-    """The files of an `include:` value in `folder`."""
-    nodes = (
-        [] if include is None else include.value if isinstance(include.value, list) else [include]
+def _check_sizes(sizes: Sequence[int], display: str) -> None:
+    if len(sizes) > MAX_FILES:
+        limit = f"{MAX_FILES} files"
+    elif sum(sizes) > MAX_YAML_BYTES:
+        limit = f"{MAX_YAML_BYTES} bytes"
+    else:
+        return
+    raise ConfigError(
+        f"more than {limit} by `include:`, the last is {display}; include fewer files"
     )
+
+
+def _included(include: YamlNode | None, folder: Path) -> Iterator[Path]:
+    """The files of an `include:` value in `folder`."""
+    if include is None:
+        return
+    nodes = include.value if isinstance(include.value, list) else [include]
     for node in nodes:
         if not isinstance(node.value, str):
             text = "expected a file name or a list of file names; fix it"
             raise ConfigError(f"include={node.plain()!r}: {text} ({node.origin})")
-        if not os.path.isfile(folder / node.value):
+        file = folder / node.value
+        if not os.path.isfile(file):
             raise ConfigError(
-                f"include={node.value!r}: no such file {_display(folder / node.value)}; paths are "
-                f"relative to the including file ({node.origin})"
+                f"include={node.value!r}: no such file {_display(file)}; paths are relative to the "
+                f"including file ({node.origin})"
             )
-        yield folder / node.value
+        yield file
 
 
-def _parse_override(text: str) -> Node:
+def _parse_override(text: str) -> YamlNode:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
-    if (
-        not equals
-        or len(parts) > MAX_DEPTH
-        or not all(part.strip() == part and part for part in parts)
-    ):
+    is_key = all(part and part.strip() == part for part in parts)
+    if not equals or not is_key or len(parts) > MAX_YAML_DEPTH:
         raise ConfigError(
             f"override {shown(text)}: expected key=value with a dotted key, such as "
             "optimizer.lr=1e-6"
         )
-    node = (
-        parse_yaml(value, f"override {shown(key)}", fixed_origin="override")
-        if value
-        else Node("", "override")
-    )
+
+    node = YamlNode("", "override")  # `key=` is an empty string; YAML would give null
+    if value:
+        node = parse_yaml(value, f"override {shown(key)}", fixed_origin="override")
     for part in reversed(parts):
-        node = Node({part: node}, "override")
+        node = YamlNode({part: node}, "override")
     return node
 
 
 def _split(key: str) -> list[str | int]:
-    return [int(part) if _INDEX.fullmatch(part) else part for part in key.split(".")] if key else []
+    if not key:
+        return []
+    return [int(part) if _INDEX.fullmatch(part) else part for part in key.split(".")]
 
 
 def _display(path: Path) -> str:

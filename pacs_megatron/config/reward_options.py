@@ -15,12 +15,16 @@ class RewardWorkerOptions(Options):
 
     workers: int = Field(default=1, ge=1, le=1024)
     """Number of reward worker processes."""
+
     timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one judgement, in seconds. The worker is killed and restarted."""
+
     memory_limit_gib: float = Field(default=4.0, ge=0.1, le=2**20)
     """Memory limit of a worker, in GiB. A response that needs more is not judged."""
+
     label_threshold: float | None = None
     """`label = 1 if reward >= label_threshold`. If null, a reward outside {0, 1} is an error."""
+
     max_failure_frac: float = Field(default=0.05, ge=0, le=1)
     """Maximum fraction of a step's samples that fail to be judged. Above it the run stops."""
 
@@ -36,7 +40,10 @@ class RewardWorkerOptions(Options):
 
     @property
     def call_limit_s(self) -> float:
-        """Seconds of one call after which the worker is killed."""
+        """Seconds of one call after which the worker is killed.
+
+        A reward that enforces `timeout_s` itself has ten seconds more for its response.
+        """
         return self.timeout_s + 10.0 * self.ends_itself
 
     @property
@@ -51,10 +58,10 @@ class MathReward(RewardWorkerOptions):
     """Compares the final answer with the reference by math-verify."""
 
     name: Literal["math"]
-    """Reward function:
-
-    `math`, `arithmetic`, `format`, `code`, `http`, `custom`, or `weighted` for several of them.
+    """Reward function: `math`, `arithmetic`, `format`, `code`, `http`, `custom`, or `weighted` for
+    several of them.
     """
+
     label_rule: Literal["last_box", "authors"] = "last_box"
     r"""Answer of a response.
 
@@ -76,6 +83,7 @@ class FormatReward(RewardWorkerOptions):
 
     name: Literal["format"]
     """Reward function: see `math`."""
+
     pattern: Pattern
     """Regular expression that must match the whole response (re.DOTALL)."""
 
@@ -87,16 +95,20 @@ class CodeReward(RewardWorkerOptions):
 
     name: Literal["code"]
     """Reward function: see `math`."""
+
     timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of a program on all its tests, in seconds. A program that needs more has reward 0.
     """
+
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`bubblewrap`: no network, no files but Python's own, limits (docs/rewards.md#sandbox).
 
     `none`: limits only.
     """
+
     test_timeout_s: float = Field(default=6.0, gt=0)
     """Limit of wall-clock and CPU time of one test, in seconds. The default is LiveCodeBench's."""
+
     test_memory_gib: float = Field(default=1.0, gt=0, le=2**20)
     """Memory limit of a program with all its processes, in GiB."""
 
@@ -116,17 +128,22 @@ class HttpReward(RewardWorkerOptions):
 
     name: Literal["http"]
     """Reward function: see `math`."""
+
     url: Url
     """Address of the server's POST endpoint."""
+
     timeout_s: float = Field(default=120.0, gt=0)
     """Time limit of a request with all its attempts, in seconds.
 
     One attempt takes at most its equal share.
     """
+
     attempts: PositiveInt = 3
     """Attempts of a request, with increasing pauses."""
+
     batch_size: PositiveInt = 16
     """Maximum number of samples in a request."""
+
     api_key_env: EnvironmentName | None = None
     """Environment variable with the key for `Authorization: Bearer`; null sends none."""
 
@@ -136,11 +153,13 @@ class CustomReward(RewardWorkerOptions):
 
     name: Literal["custom"]
     """Reward function: see `math`."""
+
     function: Line
     """`module:function` or `path/to/file.py:function`, called as f(prompt, response) -> float."""
 
 
 SingleReward = MathReward | ArithmeticReward | FormatReward | CodeReward | HttpReward | CustomReward
+
 UNIT_REWARDS = ("math", "arithmetic", "format", "code")
 """Rewards of 0 or 1."""
 
@@ -150,11 +169,25 @@ class RewardComponent(Options):
 
     weight: float = Field(ge=-1e9, le=1e9)
     """Factor of its value in the sum."""
-    reward: Annotated[SingleReward, Field(discriminator="name")]
-    """Reward function.
 
-    Set options of all rewards on the weighted one, except `timeout_s` of `code` and `http`.
+    reward: Annotated[SingleReward, Field(discriminator="name")]
+    """Reward function. Set options of all rewards on the weighted one, except `timeout_s` of `code`
+    and `http`.
     """
+
+    def check(self, where: str) -> None:
+        """Raises ValueError for an option that has no effect in a component, with its key."""
+        if self.weight == 0:
+            raise ValueError(f"{where}.weight=0 has no effect; remove the component")
+
+        fields = type(self.reward).model_fields
+        for name in sorted(RewardWorkerOptions.model_fields):
+            if name == "timeout_s" and self.reward.ends_itself:
+                continue
+            if getattr(self.reward, name) != fields[name].default:
+                raise ValueError(
+                    f"{where}.reward.{name} is not used by a component; set reward.{name}"
+                )
 
 
 class WeightedReward(RewardWorkerOptions):
@@ -164,49 +197,44 @@ class WeightedReward(RewardWorkerOptions):
 
     name: Literal["weighted"]
     """Reward function: see `math`."""
+
     components: tuple[RewardComponent, ...] = Field(strict=False, min_length=2)
     """Rewards and their weights."""
 
     @property
     def num_per_call(self) -> int:
-        return max(part.reward.num_per_call for part in self.components)
+        return max(component.reward.num_per_call for component in self.components)
 
     @property
     def call_limit_s(self) -> float:
-        own = [part.reward for part in self.components if part.reward.ends_itself]
-        calls = {"code": self.num_per_call}  # only `http` judges the samples of a call together
-        return self.timeout_s + sum(
-            reward.call_limit_s * calls.get(reward.name, 1) for reward in own
-        )
+        limits_s = []
+        for component in self.components:
+            reward = component.reward
+            if reward.ends_itself:
+                # `http` judges the samples of a call together, `code` one after the other.
+                num_calls = self.num_per_call if reward.name == "code" else 1
+                limits_s.append(reward.call_limit_s * num_calls)
+        return self.timeout_s + sum(limits_s)
 
     @property
     def waits_for(self) -> str:
-        return "; ".join(part.reward.waits_for for part in self.components if part.reward.waits_for)
+        texts = [component.reward.waits_for for component in self.components]
+        return "; ".join(text for text in texts if text)
 
     @model_validator(mode="after")
     def _check_components(self) -> WeightedReward:
-        for number, part in enumerate(self.components):
-            where = f"reward.components.{number}"
-            if part.weight == 0:
-                raise ValueError(f"{where}.weight=0 has no effect; remove the component")
-            for name in sorted(RewardWorkerOptions.model_fields):
-                is_own = name == "timeout_s" and part.reward.ends_itself
-                if (
-                    not is_own
-                    and getattr(part.reward, name) != type(part.reward).model_fields[name].default
-                ):
-                    raise ValueError(
-                        f"{where}.reward.{name} is not used by a component; set reward.{name}"
-                    )
+        for number, component in enumerate(self.components):
+            component.check(f"reward.components.{number}")
+
         if self.label_threshold is None:
             raise ValueError(
                 "reward.name=weighted needs reward.label_threshold: the least sum with label 1; "
                 "set it"
             )
-        if all(part.reward.name in UNIT_REWARDS for part in self.components):
-            weights = [part.weight for part in self.components]
-            low = sum(w for w in weights if w < 0)
-            high = sum(w for w in weights if w > 0)
+        if all(component.reward.name in UNIT_REWARDS for component in self.components):
+            weights = [component.weight for component in self.components]
+            low = sum(weight for weight in weights if weight < 0)
+            high = sum(weight for weight in weights if weight > 0)
             if not low < self.label_threshold <= high:
                 raise ValueError(
                     f"reward.label_threshold={self.label_threshold:g} gives every sample the same "

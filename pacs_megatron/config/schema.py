@@ -17,12 +17,13 @@ from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.registry import ObjectiveOptions
 
-_MAX_SAMPLES = 2**14  # per prompt
+_MAX_SAMPLES_PER_PROMPT = 2**14
 
 
 class ModelOptions(Options):
     path: PathText
     """Hugging Face folder or hub id, or a converted Megatron checkpoint."""
+
     trust_remote_code: bool = False
     """Run the Python code shipped with the checkpoint's tokenizer.
 
@@ -33,11 +34,13 @@ class ModelOptions(Options):
 class Fp8Options(Options):
     recipe: Literal["delayed", "tensorwise", "blockwise"]
     """Transformer Engine's scaling recipe."""
+
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """FP8 number format.
 
     `hybrid`: e4m3 forward, e5m2 backward. Use `e4m3` with `recipe: blockwise`.
     """
+
     first_last_layers_bf16: int = Field(default=0, ge=0)
     """Number of layers at each end of the model that stay in bf16."""
 
@@ -45,8 +48,10 @@ class Fp8Options(Options):
 class PrecisionOptions(Options):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights and activations. Master weights and optimizer state are always fp32."""
+
     fp8: Fp8Options | None = None
     """FP8 matrix products. Requires CUDA, Transformer Engine and `dtype: bf16`."""
+
     head: Literal["bf16", "fp32"] = "bf16"
     """With `dtype: bf16`, precision of the final norm's output and of the logits.
 
@@ -57,6 +62,7 @@ class PrecisionOptions(Options):
 class RecomputeOptions(Options):
     granularity: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: `selective` recomputes `modules`, `full` each layer."""
+
     modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe_act", "moe"], ...] = Field(
         default=("core_attn",), strict=False, min_length=1
     )
@@ -80,53 +86,68 @@ class MegatronOptions(Options):
     """Reduce gradients over the data-parallel ranks during the last backward pass. null: on with
     CUDA.
     """
+
     overlap_param_gather: bool | None = None
     """Gather the distributed optimizer's weights during the next forward pass. null: same as
     overlap_grad_reduce.
     """
+
     gradient_accumulation_fusion: bool | None = None
     """Fuse the addition of a weight's gradient to the fp32 buffer into the GEMM. null: on with
     Transformer Engine.
     """
+
     moe_permute_fusion: bool = False
     """Transformer Engine's fused permutation of tokens."""
-    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"  # noqa: S105  (no password)
     """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend.
     """
+
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = "deepep"
     """Kernels of `moe_token_dispatcher_type: flex`."""
+
     tp_comm_overlap: bool = False
     """Overlap tensor-parallel communication with GEMMs.
 
     Pads micro-batches to `batch.tokens_per_microbatch`.
     """
+
     use_precision_aware_optimizer: bool = False
     """Keep the fp32 weights in the optimizer, whose moments may be bf16."""
+
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of Adam's first moment in GPU memory; checkpoints have fp32."""
+
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of Adam's second moment in GPU memory; checkpoints have fp32."""
+
     optimizer_cpu_offload: bool = False
     """Keep fp32 weights and moments in host memory, and compute their update on the CPU."""
+
     optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the weights with `optimizer_cpu_offload`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _explain(cls, given: Any) -> Any:
-        for name, reason in _MEGATRON_REFUSED.items():
-            if isinstance(given, dict) and name in given:
-                raise ValueError(f"{name} does not combine with this project: {reason}; remove it")
-        return given
+    def _reject_incompatible(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, reason in _INCOMPATIBLE_MEGATRON_OPTIONS.items():
+                if name in values:
+                    raise ValueError(
+                        f"{name} does not combine with this project: {reason}; remove it"
+                    )
+        return values
 
 
-_MEGATRON_REFUSED = {
+_INCOMPATIBLE_MEGATRON_OPTIONS = {
     "cuda_graph_impl": "Megatron's graphed attention takes no packed sequences "
     "(transformer_layer.py, _te_cuda_graph_replay)",
     "fp8_param": "weight sync, the frozen reference and checkpoints read the weights in bf16",
     "moe_router_fusion": "the fused top-k ignores routing replay, so passes of a step could use "
     "other experts",
 }
+"""Option of Megatron-Core -> the reason why the schema does not have it."""
 
 
 OffloadKind = Literal["none", "optimizer", "all"]
@@ -138,6 +159,7 @@ class PolicyOptions(Options):
     """State of the trainer that moves to pinned host memory while colocated servers on one node
     sample. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: also the weights.
     """
+
     routing: RoutingKind = "own"
     """Experts of a sample's tokens in training.
 
@@ -149,26 +171,36 @@ class PolicyOptions(Options):
 class ParallelOptions(Options):
     tp: PositiveInt = 1
     """Tensor-parallel size."""
+
     pp: PositiveInt = 1
     """Pipeline-parallel size."""
+
     cp: PositiveInt = 1
     """Context-parallel size."""
+
     ep: PositiveInt = 1
     """Expert-parallel size."""
+
     vpp: PositiveInt | None = None
     """Virtual pipeline stages per rank (interleaved schedule)."""
+
     sequence_parallel: bool = False
     """Shard activations outside attention and MLP along the sequence, over the tensor-parallel
     ranks.
     """
+
     distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks."""
+
     recompute: RecomputeOptions = RecomputeOptions()
     """Activation recomputation."""
+
     megatron: MegatronOptions = MegatronOptions()
     """Options of Megatron-Core under Megatron's names."""
+
     control_timeout_s: float = Field(default=7200.0, gt=0)
     """Timeout of one phase of the driver, such as a rollout, in seconds."""
+
     hang_timeout_s: float = Field(default=1500.0, gt=0)
     """Seconds without progress after which a rank writes all stacks and ends the job with exit code
     70. Must be less than NCCL's timeout (1,800 s) and more than the longest update, checkpoint or
@@ -186,14 +218,17 @@ class AdmissionOptions(Options):
     `label0` keeps them with label 0. `judge` keeps them with the verifier's label, as the authors'
     code does. `drop` removes them. Evaluation counts them as wrong, unless `judge` is set.
     """
+
     drop_one_class_groups: bool = False
     """Drop groups whose labels are all equal (dynamic sampling)."""
+
     oversample: float = Field(default=1.0, ge=1)
     """Factor of over-sampling, with `drop_one_class_groups`.
 
     A step requests `oversample * batch.prompts_per_step` prompts, trains on the first admitted
     groups and cancels the other requests; a later step samples their prompts first.
     """
+
     refill_rounds: int = Field(default=0, ge=0)
     """Maximum number of refill rounds of a step, with `drop_one_class_groups` (DAPO's dynamic
     sampling). While groups are missing, a round requests `oversample` times as many new prompts.
@@ -205,35 +240,51 @@ class ColumnOptions(Options):
 
     problem: Line
     """Column of the problem's text."""
+
     answer: Line
     """Column of the reference answer."""
+
     solution: Line | None = None
     """Column of a worked solution; `rollout.engine: demonstrations` trains on it."""
 
 
 Preset = Literal[
-    "deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime", "gpqa", "apps", "livecodebench"
-]  # fmt: skip
+    "deepscaler",
+    "gsm8k",
+    "math500",
+    "aime",
+    "amc23",
+    "beyondaime",
+    "gpqa",
+    "apps",
+    "livecodebench",
+]
 
 
 class DatasetOptions(Options):
     path: PathText
     """Hub id, a .json, .jsonl or .parquet file, or such a file of the hub:
-
     `hf://datasets/OWNER/NAME/FILE`.
     """
+
     name: RunName | None = None
     """Name in metrics and prompt ids; null uses the name of the preset or the file."""
+
     subset: Line | None = None
     """Configuration name of a hub data set (`main` of openai/gsm8k)."""
+
     revision: Line | None = None
     """Commit, tag or branch of a hub data set. Pin it to keep the rows fixed."""
+
     split: Line = "train"
     """Split of a hub data set or a folder; unused for a file."""
+
     preset: Preset | None = None
     """Column names of a known data set; `apps` and `livecodebench` need `reward.name: code`."""
+
     columns: ColumnOptions | None = None
     """Column names, in place of `preset`."""
+
     limit: PositiveInt | None = None
     """Number of rows to use, from the first; null uses all."""
 
@@ -241,16 +292,22 @@ class DatasetOptions(Options):
 class DataOptions(Options):
     train: DatasetOptions
     """Training data."""
+
     prompt_suffix: str = r"Please reason step by step, and put your final answer within \boxed{}."
     """Text appended to each problem after a space; the default is the paper's. Empty for none."""
+
     system_prompt: str | None = None
     """System message of the chat template; null for none."""
+
     chat_template_args: dict[str, str | bool | int] = Field(default_factory=dict)
     """More variables for the chat template (Qwen3: `enable_thinking: false`)."""
+
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length, in tokens. Longer prompts are dropped and counted."""
+
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by run.seed."""
+
     shuffle_labels: bool = False
     """Permute the labels of each step at random, with their rewards: a control, in which the policy
     must not improve.
@@ -258,34 +315,54 @@ class DataOptions(Options):
 
     @field_validator("chat_template_args")
     @classmethod
-    def _refuse_reserved(cls, given: dict[str, str | bool | int]) -> dict[str, str | bool | int]:
-        if reserved := sorted(_APPLY_CHAT_TEMPLATE & given.keys()):
+    def _reject_reserved(
+        cls, arguments: dict[str, str | bool | int]
+    ) -> dict[str, str | bool | int]:
+        reserved = sorted(_RESERVED_TEMPLATE_ARGUMENTS & arguments.keys())
+        if reserved:
             raise ValueError(f"{reserved[0]} is set by this program; remove it")
-        return given
+        return arguments
 
 
-_APPLY_CHAT_TEMPLATE = {
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-}  # fmt: skip
-"""Arguments of transformers' function, and variables of the template that it sets."""
+_RESERVED_TEMPLATE_ARGUMENTS = {
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+"""Arguments of transformers' `apply_chat_template`, and variables of the template that it sets."""
 
 
 class BatchOptions(Options):
     prompts_per_step: PositiveInt
     """Number of prompts per step (one rollout batch)."""
-    samples_per_prompt: int = Field(gt=0, le=_MAX_SAMPLES)
+
+    samples_per_prompt: int = Field(gt=0, le=_MAX_SAMPLES_PER_PROMPT)
     """Number of responses per prompt: the group size G."""
+
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step and epoch. Each uses an equal share of the groups."""
+
     epochs: PositiveInt = 1
     """Number of passes over the samples of a step, in the same order.
 
     Each has `updates_per_step` updates.
     """
+
     tokens_per_microbatch: PositiveInt
     """Token budget of a micro-batch on one data-parallel rank. It must fit the longest sample."""
+
     groups: Literal["together", "apart", "auto"] = "auto"
     """PACS and REAL need the scores of a whole group before the backward pass.
 
@@ -306,18 +383,25 @@ class BatchOptions(Options):
 class OptimizerOptions(Options):
     lr: float = Field(gt=0)
     """Peak learning rate of Adam."""
+
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
+
     warmup_updates: int = Field(default=0, ge=0)
     """Number of updates of linear warm-up."""
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay from lr to min_lr after the warm-up, over the updates of the run."""
+
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases have none."""
+
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's decay rate of the first moment."""
+
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """Adam's decay rate of the second moment."""
+
     adam_eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
 
@@ -325,9 +409,10 @@ class OptimizerOptions(Options):
 class BenchmarkOptions(DatasetOptions):
     """A data set to evaluate on."""
 
-    samples_per_prompt: int | None = Field(default=None, gt=0, le=_MAX_SAMPLES)
+    samples_per_prompt: int | None = Field(default=None, gt=0, le=_MAX_SAMPLES_PER_PROMPT)
     """Number of responses per problem of this benchmark; null uses evaluation.samples_per_prompt.
     """
+
     k: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1)
     """Values of k of this benchmark; null uses evaluation.k."""
 
@@ -335,15 +420,19 @@ class BenchmarkOptions(DatasetOptions):
 class EvaluationOptions(Options):
     benchmarks: tuple[BenchmarkOptions, ...] = Field(default=(), strict=False)
     """Data sets to evaluate on."""
+
     every: PositiveInt | None = None
     """Evaluation interval, in steps.
 
     The start and the end are always evaluated; null evaluates only there.
     """
-    samples_per_prompt: int = Field(default=4, gt=0, le=_MAX_SAMPLES)
+
+    samples_per_prompt: int = Field(default=4, gt=0, le=_MAX_SAMPLES_PER_PROMPT)
     """Number of responses per problem: n of the unbiased pass@k estimate."""
+
     k: tuple[int, ...] = Field(default=(1,), strict=False, min_length=1)
     """Values of k to report pass@k for."""
+
     sampling: SamplingOptions | None = None
     """Sampling of evaluation responses; required with `benchmarks`."""
 
@@ -351,8 +440,10 @@ class EvaluationOptions(Options):
 class CheckpointOptions(Options):
     every: PositiveInt | None = None
     """Save interval, in steps; null saves only at the end and at a stop request."""
+
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
+
     async_save: bool | None = None
     """Write the files while the next step runs, from a copy in host memory; null: on with CUDA."""
 
@@ -364,27 +455,35 @@ class MismatchOptions(Options):
 
     threshold: float = Field(default=0.1, gt=0)
     """Difference in nats above which a token counts in `mismatch/over_frac`."""
+
     max_abs_mean: float | None = Field(default=None, gt=0)
     """Maximum mean |difference| of sampler and trainer in a step, in nats per token.
 
     About 0.01 is normal in bf16.
     """
+
     max_kl: float | None = Field(default=None, gt=0)
     """Maximum `mismatch/kl` of a step, in nats per token."""
+
     max_over_frac: float | None = Field(default=None, gt=0, lt=1)
     """Maximum share of a step's tokens above `threshold`."""
+
     score_noise_every: PositiveInt | None = None
     """Steps between measurements of `pacs/score_noise`, in which four groups are scored in two
     packings; null disables them.
     """
+
     max_score_noise: float | None = Field(default=None, gt=0)
     """Maximum `pacs/score_noise`, in units of psi."""
+
     min_score_snr: float | None = Field(default=None, gt=0)
     """Minimum `pacs/score_snr`."""
 
 
 class WandbOptions(Options):
-    """Weights & Biases. WANDB_API_KEY and WANDB_ENTITY in the environment set the key and the team."""
+    """Weights & Biases. WANDB_API_KEY and WANDB_ENTITY in the environment set the key and the
+    team.
+    """
 
     project: Line
     """Project name."""
@@ -393,8 +492,10 @@ class WandbOptions(Options):
 class LoggingOptions(Options):
     tensorboard: bool = True
     """Write TensorBoard event files."""
+
     wandb: WandbOptions | None = None
     """Log to Weights & Biases. Requires the `wandb` package, and WANDB_API_KEY."""
+
     save_tokens: bool = False
     """Write token ids, log-probs and weight versions as arrays, to repeat a step exactly: eight
     bytes per token.
@@ -404,12 +505,16 @@ class LoggingOptions(Options):
 class RunOptions(Options):
     name: RunName
     """Name of the run, its folder and its Slurm job."""
+
     dir: PathText = "runs"
     """Parent folder: the run folder is `<dir>/<name>`."""
+
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of data order and sampling."""
+
     steps: int = Field(gt=0, le=10**9)
     """Number of training steps (rollout batches)."""
+
     nproc: PositiveInt | None = None
     """Number of ranks that `train` starts on this host; null uses tp * pp * cp.
 
@@ -425,22 +530,28 @@ class ResourceOptions(Options):
 
     nodes: PositiveInt = 1
     """Number of trainer nodes."""
+
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs per node, with one rank each; 0 runs run.nproc ranks on CPU."""
+
     gpu: Literal["a100", "h100", "h200", "b200"] | None = None
     """GPU model, for the memory and time estimates of `plan`; required if gpus_per_node > 0."""
+
     rollout_nodes: int = Field(default=0, ge=0)
     """Number of additional nodes for SGLang servers; 0 if servers run on the trainer nodes or
     elsewhere.
     """
+
     time_limit: TimeLimit = "04:00:00"
     """Time limit of one Slurm job, `[days-]hours:minutes:seconds`. The run resumes in the next job.
     """
+
     signal_lead_s: PositiveInt = 300
     """Seconds between the stop signal and the time limit.
 
     Must cover an update, a weight sync and a save.
     """
+
     max_attempts: PositiveInt = 5
     """Number of consecutive attempts without a new checkpoint after which the job is not requeued.
     """
@@ -451,36 +562,52 @@ class RunConfig(Options):
 
     run: RunOptions
     """Name, folder, seed and length of the run."""
+
     resources: ResourceOptions = ResourceOptions()
     """Cluster resources."""
+
     model: ModelOptions
     """Initial policy."""
+
     precision: PrecisionOptions = PrecisionOptions()
     """Number formats of training."""
+
     policy: PolicyOptions = PolicyOptions()
     """Memory of the trained model."""
+
     parallel: ParallelOptions = ParallelOptions()
     """Parallel layout and timeouts of the ranks."""
+
     objective: ObjectiveOptions
     """Loss function."""
+
     batch: BatchOptions
     """Batch sizes."""
+
     rollout: RolloutOptions
     """Rollout engine."""
+
     reward: RewardOptions | None = None
     """Verifier of responses; required unless `rollout.engine` is `demonstrations`."""
+
     admission: AdmissionOptions = AdmissionOptions()
     """Selection of samples for training."""
+
     data: DataOptions
     """Training data and prompts."""
+
     optimizer: OptimizerOptions
     """Adam and its schedule."""
+
     evaluation: EvaluationOptions = EvaluationOptions()
     """Benchmarks."""
+
     checkpoint: CheckpointOptions = CheckpointOptions()
     """Checkpoints."""
+
     mismatch: MismatchOptions = MismatchOptions()
     """Difference of sampler and trainer log-probs."""
+
     logging: LoggingOptions = LoggingOptions()
     """Outputs of the run."""
 

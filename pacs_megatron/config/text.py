@@ -49,37 +49,35 @@ def _check_line(text: str) -> str:
     if not text.strip():
         raise ValueError("expected text, got an empty string; write a value or remove the key")
     encodable_bytes(text)
-    control = next(
-        (letter for letter in text if unicodedata.category(letter) in ("Cc", "Zl", "Zp")), None
-    )
-    if control is not None:
-        raise ValueError(f"expected one line, got the control character {control!r}; remove it")
+    for letter in text:
+        if unicodedata.category(letter) in ("Cc", "Zl", "Zp"):
+            raise ValueError(f"expected one line, got the control character {letter!r}; remove it")
     return text
 
 
 def _check_path(text: str) -> str:
     _check_line(text)
-    longest = max(text.split("/"), key=encodable_bytes)
-    for what, part, limit in (
-        ("a path", text, MAX_PATH_BYTES),
-        ("file names", longest, MAX_NAME_BYTES),
-    ):
-        if encodable_bytes(part) > limit:
-            raise ValueError(
-                f"expected {what} of at most {limit} bytes, got {encodable_bytes(part)}; correct "
-                "the path"
-            )
+    _check_length(text, "a path", MAX_PATH_BYTES)
+    longest_name = max(text.split("/"), key=encodable_bytes)
+    _check_length(longest_name, "file names", MAX_NAME_BYTES)
     return text
+
+
+def _check_length(text: str, kind: str, max_bytes: int) -> None:
+    num_bytes = encodable_bytes(text)
+    if num_bytes > max_bytes:
+        raise ValueError(
+            f"expected {kind} of at most {max_bytes} bytes, got {num_bytes}; correct the path"
+        )
 
 
 def _matching(pattern: str, expected: str, max_bytes: int = MAX_NAME_BYTES) -> AfterValidator:
     compiled = re.compile(pattern, re.ASCII)
 
     def check(text: str) -> str:
-        if encodable_bytes(text) > max_bytes:
-            raise ValueError(
-                f"expected at most {max_bytes} bytes, got {encodable_bytes(text)}; shorten it"
-            )
+        num_bytes = encodable_bytes(text)
+        if num_bytes > max_bytes:
+            raise ValueError(f"expected at most {max_bytes} bytes, got {num_bytes}; shorten it")
         if not compiled.fullmatch(text):
             raise ValueError(f"expected {expected}, got {shown(text)}; correct it")
         return text
@@ -101,11 +99,9 @@ def _check_url(text: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{expected}, got {text!r} ({error}); correct it") from None
-    if (
-        parts.scheme not in ("http", "https")
-        or not _HOST.fullmatch(parts.hostname or "")
-        or port == 0
-    ):
+
+    is_http = parts.scheme in ("http", "https")
+    if not is_http or not _HOST.fullmatch(parts.hostname or "") or port == 0:
         raise ValueError(f"{expected}, got {text!r}; correct it")
     if "@" in parts.netloc:  # not printed: it contains a secret
         raise ValueError(
@@ -135,33 +131,52 @@ def _check_pattern(text: str) -> str:
 
 Line = Annotated[str, AfterValidator(_check_line)]
 """Not empty, without control characters."""
+
 PathText = Annotated[str, AfterValidator(_check_path)]
 """A path that the file system can contain."""
+
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
+"""A regular expression of Python."""
+
 Url = Annotated[str, AfterValidator(_check_url)]
+"""http or https, without user, query and fragment."""
+
 ServerUrl = Annotated[str, AfterValidator(_check_server)]
 """http://<host>:<port>, in a normalised form."""
+
 Identifier = Annotated[str, _matching(r"[A-Za-z0-9_][\w.:@+-]*", "letters, digits and . : @ + - _")]
 """A name of Slurm: account, partition, qos."""
+
 _RUN_NAME = "letters, digits and . _ - + = , @ :, starting with a letter or digit"
 RunName = Annotated[str, _matching(r"[^\W][\w.+=,@:-]*", _RUN_NAME, MAX_RUN_NAME_BYTES)]
 """Name of a folder and of a Slurm job."""
+
 EnvironmentName = Annotated[str, _matching(r"[A-Za-z_]\w*", "the name of an environment variable")]
+
 HostName = Annotated[str, _matching(r"[A-Za-z0-9:][A-Za-z0-9.:_-]*", "a host name or an address")]
+
 _INTERFACES = r"[\^=]?[A-Za-z0-9][\w.:@-]*(,[A-Za-z0-9][\w.:@-]*)*"
 Interface = Annotated[str, _matching(_INTERFACES, "a network interface, such as ib0")]
+"""One or several network interfaces, in the syntax of NCCL_SOCKET_IFNAME."""
+
 Constraint = Annotated[
     str, _matching(r"[\w.:@+,&|()\[\]*!-]+", "node features, such as a100&nvlink")
 ]
+
 MemorySize = Annotated[
     str, _matching(r"\d{1,12}[KMGT]?", "a size as Slurm writes it, such as 0 or 200G")
 ]
+
 CpuBind = Annotated[str, _matching(r"[\w:,.*x+-]+", "a value of srun's --cpu-bind, such as cores")]
+
 Devices = Annotated[str, _matching(r"[\w,:./-]*", "a value of CUDA_VISIBLE_DEVICES, such as 0,1")]
+
 ModuleName = Annotated[
     str, _matching(r"[\w.+@][\w./:+@-]*", "the name of a module, such as cuda/12.9")
 ]
+
 _MOUNT = r"/[^:,\x00-\x1f\x7f]*(:/[^:,\x00-\x1f\x7f]*)?(:[a-z+]+)?"
 Mount = Annotated[str, _matching(_MOUNT, "/path or /host/path:/container/path", MAX_PATH_BYTES)]
+
 _TIME = r"(\d{1,3}-([01]?\d|2[0-3])|\d{1,3}):[0-5]\d:[0-5]\d"
 TimeLimit = Annotated[str, _matching(_TIME, "[days-]hours:minutes:seconds, such as 04:00:00")]

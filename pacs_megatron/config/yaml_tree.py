@@ -21,10 +21,10 @@ from pacs_megatron.errors import ConfigError
 Scalar = str | int | float | bool | None
 Plain = Scalar | list["Plain"] | dict[str, "Plain"]
 
-MAX_BYTES = 256 * 1024
+MAX_YAML_BYTES = 256 * 1024
 """Maximum size of a file or an override."""
-MAX_DEPTH = 32
-MAX_DIGITS = 24
+MAX_YAML_DEPTH = 32
+MAX_YAML_DIGITS = 24
 """Maximum number of digits of an integer; products of several such integers still fit into a float.
 """
 
@@ -40,10 +40,10 @@ _CONSTANTS: Mapping[str, Scalar] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """One value of a configuration file (a scalar, a list or a mapping) and its origin."""
 
-    value: Scalar | list[Node] | dict[str, Node]
+    value: Scalar | list[YamlNode] | dict[str, YamlNode]
     origin: str
     """`file:line`, or `override`."""
 
@@ -55,45 +55,51 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
-    def at(self, path: Sequence[str | int]) -> Node | None:
+    def find(self, path: Sequence[str | int]) -> YamlNode | None:
         """The node at `path`, or None if it is not set."""
         if not path:
             return self
         key = path[0]
         inner = self.value
         if isinstance(inner, dict) and str(key) in inner:
-            return inner[str(key)].at(path[1:])
+            return inner[str(key)].find(path[1:])
         if isinstance(inner, list) and isinstance(key, int) and key < len(inner):
-            return inner[key].at(path[1:])
+            return inner[key].find(path[1:])
         return None
 
 
-def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> Node:
-    """Parses `text`.
+def parse_yaml(text: str, source: str, *, fixed_origin: str | None = None) -> YamlNode:
+    """Parses one YAML document.
 
-    Messages and origins are `source:line`, or `fixed_origin` if it is given. Raises ConfigError.
+    Args:
+        text: The document.
+        source: Name of the file or the override, for messages and origins (`source:line`).
+        fixed_origin: The origin of all values, in place of `source:line`.
+
+    Raises:
+        ConfigError: The text is not YAML, or exceeds a limit.
     """
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_YAML_BYTES:
         raise ConfigError(
-            f"{source}: {len(text)} characters of YAML, but at most {MAX_BYTES} are read; shorten "
-            "it"
+            f"{source}: {len(text)} characters of YAML, but at most {MAX_YAML_BYTES} are read; "
+            "shorten it"
         )
+
     try:
+        # BaseLoader resolves no types: every plain scalar is text, which `_scalar` reads.
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except RecursionError:
         raise _too_deep(fixed_origin or source) from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-    ) as error:  # ValueError: an escape of a character that does not exist
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # ValueError: an escape of a character that does not exist.
         raise _syntax_error(error, source) from None
+
     if root is None:
-        return Node(None, fixed_origin or f"{source}:1")
+        return YamlNode(None, fixed_origin or f"{source}:1")
     return _Converter(source, fixed_origin).convert(root, 0)
 
 
-def read_yaml(path: Path, display: str) -> Node:
+def read_yaml(path: Path, display: str) -> YamlNode:
     """Reads and parses one file, named `display` in messages. Raises ConfigError."""
     node = parse_yaml(_read_text(path, display), display)
     if not isinstance(node.value, dict):
@@ -110,14 +116,16 @@ def _read_text(path: Path, display: str) -> str:
                 f"cannot read the configuration {display}: it is not a regular file; give a file"
             )
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_YAML_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {display}: {error.strerror}; give an existing file"
         ) from None
-    if len(data) > MAX_BYTES:
+
+    if len(data) > MAX_YAML_BYTES:
         raise ConfigError(
-            f"{display}: more than {MAX_BYTES} bytes; a configuration is smaller, give another file"
+            f"{display}: more than {MAX_YAML_BYTES} bytes; a configuration is smaller, give "
+            "another file"
         )
     try:
         return data.decode()
@@ -134,11 +142,12 @@ class _Converter:
         self._source = source
         self._fixed_origin = fixed_origin
         self._seen: set[int] = set()
+        """ids of PyYAML's nodes; an alias is the node of its anchor a second time"""
 
     def _origin(self, node: yaml.Node) -> str:
         return self._fixed_origin or f"{self._source}:{node.start_mark.line + 1}"
 
-    def convert(self, node: yaml.Node, depth: int) -> Node:
+    def convert(self, node: yaml.Node, depth: int) -> YamlNode:
         origin = self._origin(node)
         if id(node) in self._seen:
             raise ConfigError(
@@ -146,43 +155,45 @@ class _Converter:
                 f"file ({origin})"
             )
         self._seen.add(id(node))
-        if depth > MAX_DEPTH:
+        if depth > MAX_YAML_DEPTH:
             raise _too_deep(origin)
-        if isinstance(node, yaml.ScalarNode):
-            return Node(_scalar(node, origin), origin)
-        if isinstance(node, yaml.SequenceNode):
-            _refuse_tag(node, "tag:yaml.org,2002:seq", origin)
-            return Node([self.convert(item, depth + 1) for item in node.value], origin)
-        _refuse_tag(node, "tag:yaml.org,2002:map", origin)
-        return Node(self._mapping(node, depth), origin)
 
-    def _mapping(self, node: yaml.Node, depth: int) -> dict[str, Node]:
-        entries: dict[str, Node] = {}
+        if isinstance(node, yaml.ScalarNode):
+            return YamlNode(_scalar(node, origin), origin)
+        if isinstance(node, yaml.SequenceNode):
+            _check_tag(node, "tag:yaml.org,2002:seq", origin)
+            return YamlNode([self.convert(item, depth + 1) for item in node.value], origin)
+        _check_tag(node, "tag:yaml.org,2002:map", origin)
+        return YamlNode(self._mapping(node, depth), origin)
+
+    def _mapping(self, node: yaml.Node, depth: int) -> dict[str, YamlNode]:
+        entries: dict[str, YamlNode] = {}
         for key_node, value_node in node.value:
-            where = self._origin(key_node)
+            origin = self._origin(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(
                     f"expected a plain word as key, got a {key_node.id}; quote text that starts "
-                    f"with [ or {{ ({where})"
+                    f"with [ or {{ ({origin})"
                 )
-            key = _readable(key_node.value, where)
+            key = _readable(key_node.value, origin)
             if key in entries:
                 raise ConfigError(
                     f"key `{key}` is written twice in one mapping, first at "
-                    f"{entries[key].origin}; keep one ({where})"
+                    f"{entries[key].origin}; keep one ({origin})"
                 )
-            entries[key] = Node(self.convert(value_node, depth + 1).value, where)
+            # With the line of the key: a mapping below it starts on the next line.
+            entries[key] = YamlNode(self.convert(value_node, depth + 1).value, origin)
         return entries
 
 
 def _too_deep(origin: str) -> ConfigError:
     return ConfigError(
-        f"values are nested more than {MAX_DEPTH} levels deep; flatten them ({origin})"
+        f"values are nested more than {MAX_YAML_DEPTH} levels deep; flatten them ({origin})"
     )
 
 
 def _readable(text: str, origin: str) -> str:
-    """`text`.
+    """Returns `text`.
 
     Raises ConfigError for NUL and lone surrogates, which no file name or UTF-8 text can contain.
     """
@@ -195,15 +206,15 @@ def _readable(text: str, origin: str) -> str:
 
 def _scalar(node: yaml.ScalarNode, origin: str) -> Scalar:
     text = _readable(node.value, origin)
-    _refuse_tag(node, "tag:yaml.org,2002:str", origin)
+    _check_tag(node, "tag:yaml.org,2002:str", origin)
     if node.style is not None:  # quoted and block text is always a string
         return text
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if _INT.fullmatch(text):
-        if len(text) > MAX_DIGITS:
+        if len(text) > MAX_YAML_DIGITS:
             raise ConfigError(
-                f"a number of {len(text)} digits, expected at most {MAX_DIGITS}; correct it "
+                f"a number of {len(text)} digits, expected at most {MAX_YAML_DIGITS}; correct it "
                 f"({origin})"
             )
         return int(text)
@@ -212,7 +223,7 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Scalar:
     return text
 
 
-def _refuse_tag(node: yaml.Node, plain_tag: str, origin: str) -> None:
+def _check_tag(node: yaml.Node, plain_tag: str, origin: str) -> None:
     if node.tag != plain_tag:
         raise ConfigError(f"YAML tag {node.tag!r} is not supported; write a plain value ({origin})")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
-from pacs_megatron.config.yaml_tree import MAX_BYTES
+from pacs_megatron.config.yaml_tree import MAX_YAML_BYTES
 from pacs_megatron.errors import ConfigError
 from tests.support.fuzz import damaged, fuzz
 from tests.support.run_files import BASE
@@ -47,7 +47,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("a: &x [1]\nb: [*x, *x]", "anchors and aliases are not supported"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
         ("a: \x01", "not valid YAML"),
-        (f"a: {'x' * MAX_BYTES}", f"more than {MAX_BYTES} bytes"),
+        (f"a: {'x' * MAX_YAML_BYTES}", f"more than {MAX_YAML_BYTES} bytes"),
     ],
 )
 def test_hostile_files(base: Path, text: str, expected: str) -> None:
@@ -110,9 +110,9 @@ def test_includes_that_multiply(base: Path, tmp_path: Path) -> None:
 def test_includes_that_are_large_together(base: Path, tmp_path: Path) -> None:
     """Each file alone is read: 90 of them took minutes."""
     for number in range(3):
-        (tmp_path / f"{number}.yaml").write_text(f"x: {'y' * (MAX_BYTES // 2)}\n")
+        (tmp_path / f"{number}.yaml").write_text(f"x: {'y' * (MAX_YAML_BYTES // 2)}\n")
     base.write_text("include: [0.yaml, 1.yaml, 2.yaml]\n" + BASE)
-    assert f"more than {MAX_BYTES} bytes by `include:`, the last is 1.yaml" in refusal(base)
+    assert f"more than {MAX_YAML_BYTES} bytes by `include:`, the last is 1.yaml" in refusal(base)
 
 
 def test_huge_sizes_are_checked(base: Path) -> None:
