@@ -6,7 +6,6 @@ A method is one blocking call and may run in any thread. Generation is in `sglan
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ from pacs_megatron.runtime.http import CONNECTION_ERRORS, exchange, open_session
 
 T = TypeVar("T")
 _MAX_BYTES = 64 << 20
-"""Size limit of a response"""
+"""Size limit of a response."""
 FRESH_VERSION = "default"
 """The `weight_version` of a newly started server."""
+UPDATING = "updating"
 
 
 class ServerUnreachableError(RolloutError):
@@ -30,7 +30,7 @@ class BadControlResponseError(RolloutError):
     """A response of status 200 that SGLang does not send."""
 
 
-class ServerRefusedError(RolloutError):
+class ServerRejectedError(RolloutError):
     """A response other than 200; `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -40,13 +40,12 @@ class ServerRefusedError(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """A server's `weight_version`:
-
-    `version` counts from 0, `digest` is that export's `WeightDigest`.
-    """
+    """A server's `weight_version`, which names one export of weights."""
 
     version: int
+    """counts from 0"""
     digest: str
+    """`WeightDigest` of the export"""
 
     def __str__(self) -> str:
         return f"{self.version}:{self.digest}"
@@ -58,24 +57,25 @@ class WeightVersion:
         None for other texts: `default` of a new server, or `updating_version` during an update.
         """
         number, _, digest = text.partition(":")
-        if not number.isdecimal() or len(number) > 18 or not digest or digest == UPDATING:
+        if not number.isdecimal() or len(number) > 18:
+            return None
+        if not digest or digest == UPDATING:
             return None
         return cls(int(number), digest)
 
 
-UPDATING = "updating"
-
-
 def updating_version(version: int) -> str:
-    """The `weight_version` during an update, when weights are mixed; `WeightVersion.parse` returns
-    None for it.
+    """The `weight_version` during an update, when weights are mixed.
+
+    `WeightVersion.parse` returns None for it.
     """
     return f"{version}:{UPDATING}"
 
 
 def hint(status: int) -> str:
-    """Advice about an HTTP status, as the end of a message; empty for a status without a known
-    cause.
+    """Advice about an HTTP status, as the end of a message.
+
+    Empty for a status without a known cause.
     """
     if status in (401, 403):
         return "; the server expects another key: see rollout.api_key_env"
@@ -86,68 +86,80 @@ def hint(status: int) -> str:
 
 def excerpt(data: bytes) -> str:
     """The first 300 bytes of a response as one line."""
-    return " ".join(data[:300].decode(errors="replace").split())
+    text = data[:300].decode(errors="replace")
+    return " ".join(text.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangApi:
-    """One server. `timeout_s` bounds a call unless the call names its own."""
+    """The control endpoints of one server."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 30.0
+    """limit of a call that names no other"""
 
     def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        if self.api_key is None:
+            return {}
+        return {"Authorization": f"Bearer {self.api_key}"}
 
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> bytes:
-        """The response body:
+        """The response body of a GET without `body`, else of a POST.
 
-        GET without `body`, else POST. Raises ServerUnreachableError, ServerRefusedError.
+        Raises:
+            ServerUnreachableError: there was no response.
+            ServerRejectedError: the response has another status than 200.
         """
-        limit = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         payload = None if body is None else json.dumps(body).encode()
         try:
-            status, data = asyncio.run(self._exchange(path, payload, limit))
+            status, data = asyncio.run(self._exchange(path, payload, limit_s))
         except CONNECTION_ERRORS as error:
-            problem = (
-                f"no response within {limit:g} s"
-                if isinstance(error, TimeoutError)
-                else "no response"
-            )
+            problem = "no response"
+            if isinstance(error, TimeoutError):
+                problem = f"no response within {limit_s:g} s"
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ServerUnreachableError(f"{self.url}{path}: {problem} ({reason})") from error
+
         if status != 200:
             message = (
                 f"{self.url}{path}: HTTP {status}, expected 200: {excerpt(data)}{hint(status)}"
             )
-            raise ServerRefusedError(message, status)
+            raise ServerRejectedError(message, status)
         return data
 
     async def _exchange(
         self, path: str, payload: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
         async with open_session() as session:
-            url = self.url + path
-            limit = _MAX_BYTES
             return await exchange(
-                session, url, payload, self.headers(), timeout_s=timeout_s, limit=limit
+                session,
+                self.url + path,
+                payload,
+                self.headers(),
+                timeout_s=timeout_s,
+                limit=_MAX_BYTES,
             )
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> None:
         """A call that changes state.
 
-        Also raises ServerRefusedError for status 200 with `success: false`.
+        Raises:
+            ServerUnreachableError: there was no response.
+            ServerRejectedError: another status than 200, or 200 with `success: false`.
         """
         data = self.call(path, body, timeout_s)
-        with contextlib.suppress(ValueError, RecursionError):  # some responses are plain text
+        try:
             response = json.loads(data)
-            if isinstance(response, dict) and response.get("success") is False:
-                raise ServerRefusedError(
-                    f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200
-                )
+        except (ValueError, RecursionError):  # some responses are plain text
+            return
+        if isinstance(response, dict) and response.get("success") is False:
+            raise ServerRejectedError(
+                f"{self.url}{path}: HTTP 200, but no success: {excerpt(data)}", 200
+            )
 
     def query(
         self,
@@ -156,7 +168,11 @@ class SglangApi:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> T:
-        """Applies `read` to the response's JSON. Raises BadControlResponseError if that fails."""
+        """The value that `read` returns for the response's JSON.
+
+        Raises:
+            BadControlResponseError: `read` failed, or the response is not JSON.
+        """
         data = self.call(path, body, timeout_s)
         try:
             return read(json.loads(data))
@@ -170,27 +186,30 @@ class SglangApi:
         ) as error:
             raise BadControlResponseError(
                 f"{self.url}{path}: unexpected response ({type(error).__name__}: {error}): "
-                f"{excerpt(data)}; "
-                "is it SGLang?"
+                f"{excerpt(data)}; is it SGLang?"
             ) from error
 
     def ready(self, timeout_s: float = 2.0) -> bool:
-        """Whether the server accepts requests. Fast, unlike `/health`, which sleeps for a second."""
+        """Whether the server accepts requests.
+
+        Fast, unlike `/health`, which sleeps for a second.
+        """
         try:
             self.call("/ready", timeout_s=timeout_s)
-        except (ServerUnreachableError, ServerRefusedError):
+        except (ServerUnreachableError, ServerRejectedError):
             return False
         return True
 
     def placement(self, timeout_s: float | None = None) -> tuple[int, str]:
         """(tensor-parallel size, device); the scheduler has to respond."""
-        return self.query(
-            "/server_info",
-            lambda info: (int(info["tp_size"]), str(info["device"])),
-            timeout_s=timeout_s,
-        )
+
+        def read(info: Any) -> tuple[int, str]:
+            return int(info["tp_size"]), str(info["device"])
+
+        return self.query("/server_info", read, timeout_s=timeout_s)
 
     def weight_version(self, timeout_s: float | None = None) -> str:
+        """The text that the server reports: a `WeightVersion`, or a mark that is not one."""
         return self.query(
             "/model_info", lambda info: str(info["weight_version"]), timeout_s=timeout_s
         )
@@ -205,10 +224,10 @@ class SglangApi:
         """
         try:
             self.post("/begin_weight_update", {})
-        except ServerRefusedError as refused:
-            if refused.status == 404:
+        except ServerRejectedError as error:
+            if error.status == 404:
                 return False
-            if "already open" not in str(refused):
+            if "already open" not in str(error):
                 raise
             self.end_weight_update()
             self.post("/begin_weight_update", {})
@@ -220,18 +239,16 @@ class SglangApi:
     def checksums(
         self, skip: Sequence[str] = (), timeout_s: float | None = None
     ) -> list[dict[str, str]]:
-        """Hashes by name of SGLang's own (fused) parameters except `skip`, one mapping per
-        tensor-parallel rank.
+        """Hashes by name of SGLang's own (fused) parameters, one mapping per tensor-parallel rank.
+
+        Args:
+            skip: names of parameters that the server does not hash.
+            timeout_s: limit of the call.
         """
 
         def read(response: Any) -> list[dict[str, str]]:
-            return [
-                {str(k): str(v) for k, v in rank["checksums"].items()} for rank in response["ranks"]
-            ]
+            ranks = [rank["checksums"] for rank in response["ranks"]]
+            return [{str(name): str(value) for name, value in rank.items()} for rank in ranks]
 
-        return self.query(
-            "/weights_checker",
-            read,
-            {"action": "checksum", "skip_tensor_list": list(skip)},
-            timeout_s,
-        )
+        request = {"action": "checksum", "skip_tensor_list": list(skip)}
+        return self.query("/weights_checker", read, request, timeout_s)

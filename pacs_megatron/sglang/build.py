@@ -8,7 +8,7 @@ from pathlib import Path
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions, RoutingKind
 from pacs_megatron.errors import ConfigError, RolloutError
-from pacs_megatron.models import load_spec
+from pacs_megatron.models import ModelSpec, load_spec
 from pacs_megatron.runtime.environment import visible_gpus
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
@@ -20,9 +20,10 @@ POLL_S = 0.25
 
 
 def api_key(options: SglangRollout) -> str | None:
-    """The servers' key from the environment.
+    """The servers' key from the environment, or None if `api_key_env` is not set.
 
-    Raises ConfigError if it is not set or no HTTP header can contain it.
+    Raises:
+        ConfigError: the variable is not set, or no HTTP header can contain its value.
     """
     if options.api_key_env is None:
         return None
@@ -34,8 +35,7 @@ def api_key(options: SglangRollout) -> str | None:
     if not all("!" <= character <= "~" for character in key):
         raise ConfigError(
             f"rollout.api_key_env={options.api_key_env}: the key contains a space, a newline or "
-            "another character that "
-            "is not allowed in an HTTP header; export it without"
+            "another character that is not allowed in an HTTP header; export it without"
         )
     return key
 
@@ -43,7 +43,8 @@ def api_key(options: SglangRollout) -> str | None:
 def server_apis(options: SglangRollout, urls: tuple[str, ...]) -> tuple[SglangApi, ...]:
     """Clients of these servers' control endpoints, for the process that pushes weights."""
     key = api_key(options)
-    return tuple(SglangApi(url=url, api_key=key, timeout_s=options.sync.timeout_s) for url in urls)
+    timeout_s = options.sync.timeout_s
+    return tuple(SglangApi(url=url, api_key=key, timeout_s=timeout_s) for url in urls)
 
 
 def server_specs(
@@ -51,57 +52,78 @@ def server_specs(
 ) -> list[ServerSpec]:
     """One per managed server; logs and pid files go to `folder`.
 
-    Raises ConfigError if the interpreter does not exist.
+    Raises:
+        ConfigError: the interpreter does not exist, a key is not valid, or GPUs are missing.
     """
     servers = options.servers
     assert servers is not None
-    program, *words = servers.python
-    if "/" in program and not Path(program).exists():
-        raise ConfigError(
-            f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: `make "
-            "install-sglang`) "
-            "sets it up, or name the interpreter that has sglang"
-        )
-    python = (str(Path(program).absolute()) if "/" in program else program, *words)
-    routed = () if routing == "own" else ("--enable-return-routed-experts",)
+    program, *arguments = servers.python
+    if "/" in program:
+        if not Path(program).exists():
+            raise ConfigError(
+                f"rollout.servers.python: {program} does not exist; `make install-gpu` (on CPU: "
+                "`make install-sglang`) sets it up, or name the interpreter that has sglang"
+            )
+        program = str(Path(program).absolute())
+
+    extra_args = servers.extra_args
+    if routing != "own":
+        extra_args = ("--enable-return-routed-experts", *extra_args)
     servers = servers.model_copy(
-        update={"python": python, "extra_args": (*routed, *servers.extra_args)}
+        update={"python": (program, *arguments), "extra_args": extra_args},
     )
-    return [
-        ServerSpec(
-            name=f"server{i}",
+
+    specs = []
+    for index in range(servers.count):
+        devices = None
+        if servers.device == "cuda":
+            devices = devices_of(servers, index, visible_gpus(os.environ))
+        spec = ServerSpec(
+            name=f"server{index}",
             folder=folder,
             options=options.model_copy(update={"servers": servers}),
             model=model,
-            visible_devices=devices_of(servers, i, visible_gpus(os.environ))
-            if servers.device == "cuda"
-            else None,
+            visible_devices=devices,
             api_key=api_key(options),
         )
-        for i in range(servers.count)
-    ]
+        specs.append(spec)
+    return specs
 
 
 def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES of server `index`: the configured value, or the next `tp` of the
-    trainer's `visible` GPUs. Raises ConfigError for too few GPUs.
+    """CUDA_VISIBLE_DEVICES of one managed server.
+
+    Args:
+        servers: with `visible_devices`, its entry is used; else the server gets the next `tp` GPUs.
+        index: number of the server.
+        visible: the trainer's CUDA_VISIBLE_DEVICES; empty if it is not set.
+
+    Raises:
+        ConfigError: `visible` lists too few GPUs.
     """
     if servers.visible_devices:
         return servers.visible_devices[index]
     numbers = range(index * servers.tp, (index + 1) * servers.tp)
-    if visible and numbers.stop > len(visible):
+    if not visible:
+        return ",".join(str(number) for number in numbers)
+    if numbers.stop > len(visible):
         raise ConfigError(
             f"rollout.servers: server {index} with tp={servers.tp} needs GPUs {numbers.start} to "
-            f"{numbers.stop - 1}, but "
-            f"CUDA_VISIBLE_DEVICES lists {len(visible)}; lower rollout.servers.count, or set "
-            "visible_devices"
+            f"{numbers.stop - 1}, but CUDA_VISIBLE_DEVICES lists {len(visible)}; lower "
+            "rollout.servers.count, or set visible_devices"
         )
-    return ",".join(visible[number] if visible else str(number) for number in numbers)
+    return ",".join(visible[number] for number in numbers)
 
 
 def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
-    """Trainer rank on a server's first GPU, the only rank that can pass CUDA IPC handles to it; 0
-    without GPUs. Raises ConfigError for a GPU that no rank uses.
+    """Trainer rank on a server's first GPU: only this rank can pass CUDA IPC handles to it.
+
+    Args:
+        devices: the server's CUDA_VISIBLE_DEVICES; None without GPUs (then the rank is 0).
+        visible: the trainer's CUDA_VISIBLE_DEVICES; empty if it is not set.
+
+    Raises:
+        ConfigError: no rank uses the server's first GPU.
     """
     if devices is None:
         return 0
@@ -112,9 +134,8 @@ def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:
         return int(first)
     raise ConfigError(
         f"rollout.servers.visible_devices: the trainer does not use GPU {first} (it sees "
-        f"{', '.join(visible) or 'all'}); "
-        "rollout.sync.transport=ipc needs servers on the trainer's GPUs; correct it, or use "
-        "broadcast"
+        f"{', '.join(visible) or 'all'}); rollout.sync.transport=ipc needs servers on the "
+        "trainer's GPUs; correct it, or use broadcast"
     )
 
 
@@ -123,8 +144,10 @@ def start_servers(
 ) -> list[ManagedServer]:
     """Starts all servers in parallel and returns when all are ready.
 
-    If one fails, or `is_over` becomes true, ends all and raises RolloutError. First ends servers
-    that an earlier, killed run left in the same folder.
+    First ends servers that an earlier, killed run left in the same folder.
+
+    Raises:
+        RolloutError: a server failed, or `is_over` became true. No server is left running.
     """
     for folder in {spec.folder for spec in specs}:
         reap(folder)
@@ -150,8 +173,8 @@ def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
     """
     while waiting:
         done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
-        for one in done:
-            one.result()
+        for future in done:
+            future.result()
         if is_over():
             raise RolloutError("stop request while the rollout servers were starting")
 
@@ -161,41 +184,58 @@ def open_engine(
 ) -> SglangEngine:
     """The engine, with all servers running and STALE: push weights, then call `set_current`.
 
-    Raises RolloutError if a server does not start, ConfigError for a bad key, ConversionError for a
-    bad model folder.
+    Raises:
+        RolloutError: a server does not start.
+        ConfigError: the API key is not valid.
+        ConversionError: the model folder is damaged.
     """
     spec = load_spec(model.path)
     routes = None
     if routing != "own":
         assert spec.moe is not None, "the configuration was checked"
         routes = RoutesShape(spec.num_layers, spec.moe.top_k, spec.moe.num_experts)
+
     if options.servers is None:
-        apis = server_apis(options, options.urls)
-        servers = [Server(api, trainer_rank=_feeder(options, i)) for i, api in enumerate(apis)]
+        servers = _external_servers(options)
     else:
-        specs = server_specs(options, model, folder, routing)
-        owned = start_servers(specs, options.servers.start_timeout_s)
+        managed = start_servers(
+            server_specs(options, model, folder, routing), options.servers.start_timeout_s
+        )
         servers = [
-            Server(own.api, own, trainer_rank=_feeder(options, i, own))
-            for i, own in enumerate(owned)
+            Server(server.api, server, trainer_rank=_sending_rank(options, index, server))
+            for index, server in enumerate(managed)
         ]
+    return _engine(servers, options, spec, routes)
+
+
+def _external_servers(options: SglangRollout) -> list[Server]:
+    return [
+        Server(api, trainer_rank=_sending_rank(options, index))
+        for index, api in enumerate(server_apis(options, options.urls))
+    ]
+
+
+def _engine(
+    servers: list[Server], options: SglangRollout, spec: ModelSpec, routes: RoutesShape | None
+) -> SglangEngine:
+    """The engine; if it does not start, ends the managed servers."""
     try:
         return SglangEngine(servers, options, vocab_size=spec.vocab_size, routes=routes)
     except BaseException:
         for server in servers:
-            if server.own is not None:
-                server.own.close()
+            if server.managed is not None:
+                server.managed.close()
         raise
 
 
-def _feeder(options: SglangRollout, index: int, own: ManagedServer | None = None) -> int:
-    """Trainer rank that sends weights to the server.
+def _sending_rank(options: SglangRollout, index: int, managed: ManagedServer | None = None) -> int:
+    """Trainer rank that sends weights to server `index`.
 
     `broadcast` distributes servers over ranks, and so over the GPUs' network links;
     training/sync.py takes the number modulo the ranks on rank 0's host.
     """
     if options.sync.transport == "broadcast":
         return index
-    if options.sync.transport == "disk" or own is None:
+    if options.sync.transport == "disk" or managed is None:
         return 0
-    return trainer_rank_of(own.spec.visible_devices, visible_gpus(os.environ))
+    return trainer_rank_of(managed.spec.visible_devices, visible_gpus(os.environ))

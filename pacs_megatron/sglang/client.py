@@ -1,10 +1,9 @@
-"""Samples from SGLang servers: thousands of requests in flight, every response checked, no sample
-lost or duplicated.
+"""Samples from SGLang servers: every response is checked, no sample is lost or duplicated.
 
-Callers, in any threads, submit requests to one thread with an event loop: HTTP, routing, retries,
-fleet health. Another thread decodes and checks responses (3 ms for 8k tokens). Each request is one
-job with one result. A retry starts only after the previous attempt ended and its connection was
-closed; the first valid response ends the job.
+Thousands of requests are in flight. Callers, in any threads, submit requests to one thread with an
+event loop: HTTP, routing, retries, fleet health. Another thread decodes and checks responses (3 ms
+for 8k tokens). Each request has one result. A retry starts only after the previous attempt ended
+and its connection was closed; the first valid response ends the request.
 """
 
 import asyncio
@@ -49,19 +48,18 @@ ALIVE_S = 1.0
 """Interval in which blocked callers check that the loop still runs."""
 RESPONSE_BYTES = 1 << 20
 TOKEN_BYTES = 1024
-"""Size limit of a response:
+"""The size limit of a response is RESPONSE_BYTES, plus TOKEN_BYTES per requested token.
 
-RESPONSE_BYTES, plus TOKEN_BYTES per requested token. A token needs about 30 bytes.
+A token needs about 30 bytes.
 """
 OTHER_FILES = 256
+"""Open files besides the connections: logs, workers, data."""
 MAX_FILES = 1 << 20
-"""Open files besides the connections (logs, workers, data), and the largest limit that this process
-sets.
-"""
+"""The largest limit of open files that this process sets."""
 T = TypeVar("T")
 
 
-class RequestRefusedError(RolloutError):
+class RequestRejectedError(RolloutError):
     """HTTP 400: the request is invalid (length or parameters), so no server will accept it."""
 
 
@@ -74,7 +72,9 @@ _Stream = queue.SimpleQueue["Sample | BaseException | None"]
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _RequestState:
+    """A request from `stream` to its one result, over all attempts."""
+
     request: SampleRequest
     stream: _Stream
     tries: int = 0
@@ -82,10 +82,13 @@ class _Job:
     sent: int = 0
     """number of all attempts; makes request ids unique on the server"""
     avoid: frozenset[str] = frozenset()
+    """urls of the servers where it failed"""
     errors: list[str] = field(default_factory=list)
     server: Server | None = None
     task: asyncio.Task[None] | None = None
+    """the attempt in progress; None while the request is pending"""
     epoch: int = 0
+    """`Fleet.epoch` at dispatch"""
     min_version: int = 0
     """weight version at dispatch: no token may come from an older one"""
 
@@ -101,13 +104,22 @@ class SglangEngine(Closing):
         vocab_size: int,
         routes: RoutesShape | None = None,
     ) -> None:
-        """`routes`: shape of the experts of training samples; None: samples have no experts."""
+        """Starts the event loop and the probes.
+
+        Args:
+            servers: external servers, and managed servers that are ready.
+            options: limits, timeouts and retries.
+            vocab_size: token ids of prompts and responses are smaller than this.
+            routes: shape of the experts of training samples; None: samples have no experts.
+        """
         self._routes = routes
         self._options = options
         self._vocab_size = vocab_size
-        self._pending: deque[_Job] = deque()
-        self._jobs: dict[str, _Job] = {}
+        self._pending: deque[_RequestState] = deque()
+        self._states: dict[str, _RequestState] = {}
+        """id -> request without a result, pending or in flight"""
         self._home: dict[str, Server] = {}
+        """prompt id -> server of the group's latest dispatch"""
         self._background: set[asyncio.Task[None]] = set()
         self._tag = uuid.uuid4().hex[:8]
         self._closed = False
@@ -124,27 +136,34 @@ class SglangEngine(Closing):
     ) -> Generator[Sample, None, None]:
         """Yields samples as they finish, one per request that is not cancelled.
 
-        Closing the generator cancels the rest. `urgent` requests are dispatched before all pending
-        ones. Raises RolloutError if a request is invalid (none is sent then) or failed permanently,
-        or if no server was usable for `all_down_after_s`.
+        Closing the generator cancels the requests that are left.
+
+        Args:
+            requests: with different ids, also from those of other streams in progress.
+            urgent: dispatches these before all pending requests.
+
+        Raises:
+            RolloutError: a request is invalid (none is sent then) or failed permanently, or no
+                server was usable for `all_down_after_s`.
         """
         for request in requests:
             check_request(request, self._vocab_size)
         ids = {request.id for request in requests}
         if len(ids) != len(requests):
             raise ValueError("two requests of one stream have the same id")
+
         stream: _Stream = queue.SimpleQueue()
         left = len(ids)
         if left:
             self._run(self._submit(stream, tuple(requests), urgent))
         try:
             while left:
-                item = self._next(stream)
-                if isinstance(item, BaseException):
-                    raise item
+                result = self._next(stream)
+                if isinstance(result, BaseException):
+                    raise result
                 left -= 1
-                if item is not None:
-                    yield item
+                if result is not None:
+                    yield result
         finally:
             if left and not self._closed:
                 self._run(self._cancel(tuple(ids)))
@@ -168,12 +187,14 @@ class SglangEngine(Closing):
         self._run(self._fleet.set_current(WeightVersion(version, digest)))
 
     def needs_weights(self) -> bool:
-        """Whether no server is usable until the current weights are pushed again
-        (`Fleet.needs_weights`).
+        """Whether no server is usable until the current weights are pushed again.
+
+        Same as `Fleet.needs_weights`.
         """
         return self._call(lambda: self._fleet.needs_weights())
 
     def status(self) -> tuple[Server, ...]:
+        """Copies of the servers' states."""
         return self._call(lambda: self._fleet.status())
 
     def close(self) -> None:
@@ -216,13 +237,13 @@ class SglangEngine(Closing):
 
         return self._run(call())
 
-    # -------------------------------------------------------------------------------------------------------
-    # on the loop
+    # ----------------------------------------------------------------------------------------------
+    # The methods below run on the loop.
+
     async def _open(self, servers: Sequence[Server], options: SglangRollout) -> None:
         allow_connections(options.max_in_flight * len(servers))
-        self._http = open_session(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._http = open_session(connector=connector)
         self._fleet = Fleet(servers, options, self._query_version, self._dispatch, self._on_lost)
         self._monitor_task = asyncio.create_task(self._monitor())
 
@@ -230,137 +251,167 @@ class SglangEngine(Closing):
         self._monitor_task.cancel()
         self._fail_all(RolloutError("the rollout engine was closed"))
         await self._fleet.stop()
-        tasks = [
-            *self._background,
-            *(job.task for job in self._jobs.values() if job.task is not None),
-        ]
+
+        attempts = [state.task for state in self._states.values() if state.task is not None]
+        tasks = [*self._background, *attempts]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.close()
         self._decoder.shutdown(cancel_futures=True)
-        owned = [server.own for server in self._fleet.servers if server.own is not None]
-        await asyncio.gather(*(asyncio.to_thread(own.close) for own in owned))
+
+        managed = [server.managed for server in self._fleet.servers if server.managed is not None]
+        await asyncio.gather(*(asyncio.to_thread(server.close) for server in managed))
 
     async def _monitor(self) -> None:
         """Fails all requests when no server has been usable for `all_down_after_s`."""
         while True:
             await asyncio.sleep(MONITOR_S)
             self._dispatch()
-            if (error := self._fleet.broken()) is not None:
+            error = self._fleet.broken()
+            if error is not None:
                 self._fail_all(error)
+
             down_s = self._fleet.down_s()
-            if self._jobs and down_s > self._options.all_down_after_s:
-                states = "; ".join(f"{s.url} {s.health}: {s.reason}" for s in self._fleet.servers)
+            if self._states and down_s > self._options.all_down_after_s:
+                servers = "; ".join(
+                    f"{server.url} {server.health}: {server.reason}"
+                    for server in self._fleet.servers
+                )
                 self._fail_all(
-                    RolloutError(f"no rollout server was usable for {down_s:.0f} s: {states}")
+                    RolloutError(f"no rollout server was usable for {down_s:.0f} s: {servers}")
                 )
 
     async def _submit(
         self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool
     ) -> None:
-        if taken := [request.id for request in requests if request.id in self._jobs]:
-            raise RolloutError(f"request {taken[0]} is already in flight")
-        jobs = [_Job(request, stream) for request in requests]
-        self._jobs.update({job.request.id: job for job in jobs})
+        for request in requests:
+            if request.id in self._states:
+                raise RolloutError(f"request {request.id} is already in flight")
+        states = [_RequestState(request, stream) for request in requests]
+        self._states.update({state.request.id: state for state in states})
         if urgent:
-            self._pending.extendleft(reversed(jobs))
+            self._pending.extendleft(reversed(states))
         else:
-            self._pending.extend(jobs)
+            self._pending.extend(states)
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Starts as many pending jobs as the servers have capacity for.
+        """Sends as many pending requests as the servers have capacity for.
 
         Called after every change of capacity.
         """
-        waiting: list[_Job] = []
-        while (
-            self._pending
-            and self._fleet.current is not None
-            and self._fleet.pick(None, frozenset()) is not None
-        ):
-            job = self._pending.popleft()
-            if self._jobs.get(job.request.id) is not job:
+        waiting: list[_RequestState] = []
+        while self._pending and self._fleet.pick(None, frozenset()) is not None:
+            state = self._pending.popleft()
+            if self._states.get(state.request.id) is not state:
                 continue  # cancelled while pending
-            server = self._fleet.pick(self._home.get(job.request.prompt_id), job.avoid)
+            server = self._fleet.pick(self._home.get(state.request.prompt_id), state.avoid)
             if server is None:
-                waiting.append(
-                    job
-                )  # only the server where it failed has capacity; other jobs may use it
+                # Only the server where it failed has capacity; other requests may use it.
+                waiting.append(state)
                 continue
-            # Samples of a group share a server, so the prompt is computed once. If the server dies,
-            # all move to another.
-            self._home[job.request.prompt_id] = server
-            server.in_flight += 1
-            job.server = server
-            job.epoch = self._fleet.epoch
-            job.min_version = self._fleet.current.version
-            job.sent += 1
-            job.task = asyncio.create_task(self._try(job, server, self._rid(job)))
-            job.task.add_done_callback(functools.partial(self._check, job))
+            self._send(state, server)
         self._pending.extendleft(reversed(waiting))
         if not self._pending:
             self._home.clear()
 
-    def _rid(self, job: _Job) -> str:
-        """The id of a job's latest attempt.
+    def _send(self, state: _RequestState, server: Server) -> None:
+        """Starts the next attempt of a request."""
+        assert self._fleet.current is not None, "`Fleet.pick` returns no server without weights"
+        # Samples of a group share a server, so the prompt is computed once. If the server dies, all
+        # move to another.
+        self._home[state.request.prompt_id] = server
+        server.in_flight += 1
+        state.server = server
+        state.epoch = self._fleet.epoch
+        state.min_version = self._fleet.current.version
+        state.sent += 1
+        state.task = asyncio.create_task(self._try(state, server, self._rid(state)))
+        state.task.add_done_callback(functools.partial(self._check, state))
+
+    def _rid(self, state: _RequestState) -> str:
+        """The id of a request's latest attempt.
 
         A server rejects an id in progress, even after its client was killed.
         """
-        return f"{job.request.id}/{job.sent}-{self._tag}"
+        return f"{state.request.id}/{state.sent}-{self._tag}"
 
-    async def _try(self, job: _Job, server: Server, rid: str) -> None:
+    async def _try(self, state: _RequestState, server: Server, rid: str) -> None:
+        """One attempt: passes a sample to the stream, or decides about a retry."""
         failure: RolloutError
         try:
-            sample = await self._generate(job, server, rid)
-        except (RequestRefusedError, _ServerFaultError, BadResponseError) as error:
+            sample = await self._generate(state, server, rid)
+        except (RequestRejectedError, _ServerFaultError, BadResponseError) as error:
             failure = error
         else:
             server.failures = 0
-            if self._jobs.get(job.request.id) is job:
-                del self._jobs[job.request.id]
-                job.stream.put(sample)
+            if self._states.get(state.request.id) is state:
+                del self._states[state.request.id]
+                state.stream.put(sample)
             return
         finally:
             server.in_flight -= 1
             self._loop.call_soon(self._dispatch)
-        job.task = job.server = (
-            None  # `failed` may end the server; `_on_lost` must not retry this job as well
-        )
-        job.errors.append(f"{server.url}: {failure}")
-        is_refused = isinstance(failure, RequestRefusedError)
-        if (
-            job.epoch == self._fleet.epoch
-        ):  # an update may abort requests; that is no fault of the server
-            if not is_refused:
+
+        # First: `Fleet.failed` may end the server, and `_on_lost` must not retry this request as
+        # well.
+        state.task = None
+        state.server = None
+        state.errors.append(f"{server.url}: {failure}")
+        is_rejected = isinstance(failure, RequestRejectedError)
+        # An update may abort requests. That is not a fault of the server.
+        if state.epoch == self._fleet.epoch:
+            if not is_rejected:
                 self._fleet.failed(server, str(failure))
-            job.tries += 1
-            job.avoid |= {server.url}
-        if is_refused or job.tries > self._options.retries:
+            state.tries += 1
+            state.avoid |= {server.url}
+
+        if is_rejected or state.tries > self._options.retries:
             # The first error is often the cause of the later ones.
-            reasons = "; ".join([*job.errors[:1], *job.errors[1:][-2:]])
-            text = f"request {job.request.id} failed {len(job.errors)} times: {reasons}"
-            self._fail_stream(job.stream, RolloutError(text))
+            reasons = "; ".join([*state.errors[:1], *state.errors[1:][-2:]])
+            text = f"request {state.request.id} failed {len(state.errors)} times: {reasons}"
+            self._fail_stream(state.stream, RolloutError(text))
         else:
-            self._pending.appendleft(job)
+            self._pending.appendleft(state)
 
-    def _check(self, job: _Job, task: asyncio.Task[None]) -> None:
-        """Passes an unexpected error of a job's task to the caller, so that the job still gets a
-        result.
-        """
-        error = None if task.cancelled() else task.exception()
+    def _check(self, state: _RequestState, task: asyncio.Task[None]) -> None:
+        """Passes an unexpected error of an attempt to the caller, so that it gets a result."""
+        if task.cancelled():
+            return
+        error = task.exception()
         if error is not None:
-            self._fail_stream(job.stream, error)
+            self._fail_stream(state.stream, error)
 
-    async def _generate(self, job: _Job, server: Server, rid: str) -> Sample:
+    async def _generate(self, state: _RequestState, server: Server, rid: str) -> Sample:
+        """The sample of one attempt.
+
+        Raises RequestRejectedError, _ServerFaultError or BadResponseError.
+        """
         routes = None
-        max_tokens = job.request.params.max_response_tokens
+        max_tokens = state.request.params.max_response_tokens
         limit = RESPONSE_BYTES + TOKEN_BYTES * max_tokens
-        if self._routes is not None and job.request.is_for_training:
-            routes = self._routes._replace(prompt_len=len(job.request.token_ids))
+        if self._routes is not None and state.request.is_for_training:
+            routes = self._routes._replace(prompt_len=len(state.request.token_ids))
             limit += routes.num_bytes(max_tokens)
-        body = request_body(job.request, rid, with_routes=routes is not None)
+        body = request_body(state.request, rid, with_routes=routes is not None)
+        data = await self._post_generate(server, body, limit)
+        response = await self._loop.run_in_executor(
+            self._decoder, decode, data, rid, max_tokens, routes
+        )
+
+        timeout_s = self._options.request_timeout_s
+        versions = [version for version, _, _ in response.spans]
+        try:
+            await self._fleet.wait_for_versions(versions, timeout_s)
+        except TimeoutError as error:
+            raise BadResponseError(
+                f"weights of an update that did not end within {timeout_s:g} s"
+            ) from error
+        return self._sample(state, response)
+
+    async def _post_generate(self, server: Server, body: bytes, limit: int) -> bytes:
+        """The response of status 200, at most `limit` bytes."""
         timeout_s = self._options.request_timeout_s
         try:
             status, data = await self._exchange(server, "/generate", timeout_s, body, limit)
@@ -369,21 +420,10 @@ class SglangEngine(Closing):
         except CONNECTION_ERRORS as error:
             raise _ServerFaultError(f"{type(error).__name__}: {error}") from error
         if status == 400:
-            raise RequestRefusedError(f"HTTP 400: {excerpt(data)}")
+            raise RequestRejectedError(f"HTTP 400: {excerpt(data)}")
         if status != 200:
             raise _ServerFaultError(f"HTTP {status}: {excerpt(data)}{hint(status)}")
-        response = await self._loop.run_in_executor(
-            self._decoder, decode, data, rid, max_tokens, routes
-        )
-        try:
-            await self._fleet.wait_for_versions(
-                (version for version, _, _ in response.spans), timeout_s
-            )
-        except TimeoutError as error:
-            raise BadResponseError(
-                f"weights of an update that did not end within {timeout_s:g} s"
-            ) from error
-        return self._sample(job, response)
+        return data
 
     async def _exchange(
         self,
@@ -397,21 +437,25 @@ class SglangEngine(Closing):
         headers = server.api.headers()
         return await exchange(self._http, url, body, headers, timeout_s=timeout_s, limit=limit)
 
-    def _sample(self, job: _Job, response: Response) -> Sample:
+    def _sample(self, state: _RequestState, response: Response) -> Sample:
+        """The sample of a response; checks token ids and weight versions against the engine's."""
         if response.stop is Stop.ABORTED:
             raise _ServerFaultError("the server aborted the request")
         if response.token_ids.max() >= self._vocab_size:
             raise BadResponseError(
                 f"token id {response.token_ids.max()}, expected 0 to {self._vocab_size - 1}"
             )
-        spans = tuple(self._span(job, *span) for span in response.spans if span[2] > span[1])
-        request = job.request
+        spans = tuple(
+            self._span(state, version, start, end)
+            for version, start, end in response.spans
+            if end > start
+        )
+        request = state.request
+        prompt_ids = request.token_ids.astype(np.int32, copy=False)
         return Sample(
             id=request.id,
             prompt_id=request.prompt_id,
-            token_ids=np.concatenate(
-                [request.token_ids.astype(np.int32, copy=False), response.token_ids]
-            ),
+            token_ids=np.concatenate([prompt_ids, response.token_ids]),
             prompt_len=len(request.token_ids),
             sampler_logprobs=response.logprobs,
             spans=spans,
@@ -419,68 +463,69 @@ class SglangEngine(Closing):
             routes=response.routes,
         )
 
-    def _span(self, job: _Job, version: str, start: int, end: int) -> Span:
+    def _span(self, state: _RequestState, version: str, start: int, end: int) -> Span:
         weights = WeightVersion.parse(version)
         if weights is None or version not in self._fleet.known:
             raise BadResponseError(f"tokens {start} to {end} come from unknown weights {version!r}")
-        if weights.version < job.min_version:
+        if weights.version < state.min_version:
             problem = f"weights {version!r}, older than those at the request's dispatch"
             raise BadResponseError(f"tokens {start} to {end} come from {problem}")
         return Span(version=weights.version, digest=weights.digest, start=start, end=end)
 
-    def _drop(self, job: _Job) -> None:
-        """Ends a job without a result and aborts it on the server."""
-        self._jobs.pop(job.request.id, None)
-        if job.task is not None:
-            job.task.cancel()
-            if job.server is not None:
-                self._in_background(self._abort(job.server, self._rid(job)))
+    def _drop(self, state: _RequestState) -> None:
+        """Ends a request without a result and aborts it on the server."""
+        self._states.pop(state.request.id, None)
+        if state.task is not None:
+            state.task.cancel()
+            if state.server is not None:
+                self._in_background(self._abort(state.server, self._rid(state)))
 
     async def _cancel(self, ids: tuple[str, ...]) -> None:
-        for job in [self._jobs[i] for i in ids if i in self._jobs]:
-            self._drop(job)
-            job.stream.put(None)
+        states = [self._states[request_id] for request_id in ids if request_id in self._states]
+        for state in states:
+            self._drop(state)
+            state.stream.put(None)
 
     def _fail_stream(self, stream: _Stream, error: BaseException) -> None:
-        for job in [job for job in self._jobs.values() if job.stream is stream]:
-            self._drop(job)
+        states = [state for state in self._states.values() if state.stream is stream]
+        for state in states:
+            self._drop(state)
         stream.put(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        for stream in {job.stream for job in self._jobs.values()}:
+        for stream in {state.stream for state in self._states.values()}:
             self._fail_stream(stream, error)
 
     def _on_lost(self, server: Server) -> None:
-        """Retries on other servers the requests of a server that died or that has no complete
-        weights.
-        """
+        """Retries a server's requests on other servers: it died or has no complete weights."""
         orphans = [
-            job for job in self._jobs.values() if job.server is server and job.task is not None
+            state
+            for state in self._states.values()
+            if state.server is server and state.task is not None
         ]
         if orphans:
             logger.warning(
                 "%d requests of %s are retried on other servers", len(orphans), server.url
             )
-        for job in orphans:
-            assert job.task is not None
-            job.task.cancel()
-            if (
-                server.health is not Health.DEAD
-            ):  # left paused by a failed update, but it accepts requests
-                self._in_background(self._abort(server, self._rid(job)))
-            job.task = job.server = None
-            self._pending.appendleft(job)
+        for state in orphans:
+            assert state.task is not None
+            state.task.cancel()
+            # A server that is not DEAD was left paused by a failed update, but it accepts requests.
+            if server.health is not Health.DEAD:
+                self._in_background(self._abort(server, self._rid(state)))
+            state.task = None
+            state.server = None
+            self._pending.appendleft(state)
         self._loop.call_soon(self._dispatch)
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def _abort(self, server: Server, rid: str) -> None:
-        with contextlib.suppress(
-            *CONNECTION_ERRORS
-        ):  # the server also aborts when the connection closes
+        # Errors are ignored: the server also aborts when the connection closes.
+        with contextlib.suppress(*CONNECTION_ERRORS):
             await self._exchange(server, "/abort_request", 5.0, orjson.dumps({"rid": rid}))
 
     async def _query_version(self, server: Server, timeout_s: float) -> str:
@@ -515,5 +560,8 @@ def allow_connections(num: int) -> None:
     if soft < highest:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
     if num + OTHER_FILES > max(soft, highest):
-        text = "%d requests in flight need more files than the %d that this host allows a process (ulimit -n); %s"
+        text = (
+            "%d requests in flight need more files than the %d that this host allows a process "
+            "(ulimit -n); %s"
+        )
         logger.warning(text, num, highest, "lower rollout.max_in_flight")

@@ -12,6 +12,8 @@ from pacs_megatron.contracts.samples import SampleRequest, Stop
 from pacs_megatron.errors import RolloutError
 
 _STOPS = {"stop": Stop.EOS, "abort": Stop.ABORTED, "length": Stop.LENGTH}
+_MAX_LOGPROB = 1e-3
+"""Nats above 0 that a server's rounding may give a log-prob."""
 
 
 class BadResponseError(RolloutError):
@@ -33,24 +35,42 @@ class RoutesShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One checked response.
-
-    `token_ids`: int32 [response]. `logprobs`: float32 [response], nats, finite, <= 0 up to
-    rounding. `spans`: (weight_version, start, end), contiguous. `routes`: int16 [prompt + response
-    - 1, layers, top k].
-    """
+    """One checked response."""
 
     token_ids: np.ndarray
+    """int32 [response]"""
     logprobs: np.ndarray
+    """float32 [response], nats, finite, <= 0 up to rounding"""
     stop: Stop
     spans: tuple[tuple[str, int, int], ...]
+    """(weight_version, start, end), contiguous"""
     routes: np.ndarray | None = None
+    """int16 [prompt + response - 1, layers, top k]"""
+
+
+class _Parsed(NamedTuple):
+    """The parts of a response that are read, not checked yet."""
+
+    ids: list[int]
+    entry_ids: list[int]
+    """ids of the tokens that the log-probs belong to"""
+    logprobs: np.ndarray
+    spans: list[tuple[str, int, int]]
+    kind: str
+    """type of the finish reason"""
+    finish: Any
+    """the finish reason itself, for messages"""
+    experts: Any
+    """base64 text, or None"""
 
 
 def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
-    """The JSON of a `/generate` request with the id `rid`.
+    """The JSON of a `/generate` request.
 
-    `with_routes`: also requests the experts of the tokens.
+    Args:
+        request: prompt, sampling parameters and seed.
+        rid: id of the request on the server.
+        with_routes: also requests the experts of the tokens.
     """
     params = request.params
     sampling: dict[str, Any] = {
@@ -63,18 +83,40 @@ def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False)
     }
     if params.stop:
         sampling["stop"] = list(params.stop)
-    ids = np.ascontiguousarray(request.token_ids)
-    body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+    body = {
+        "rid": rid,
+        "input_ids": np.ascontiguousarray(request.token_ids),
+        "sampling_params": sampling,
+        "return_logprob": True,
+    }
     if with_routes:
         body["return_routed_experts"] = True
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = None) -> Response:
-    """The response to request `rid`, with the experts of its tokens.
+    """The checked response to a request.
 
-    Raises BadResponseError with the first problem.
+    Args:
+        body: JSON of the response.
+        rid: id of the request on the server.
+        max_tokens: limit of the response's length that the request had.
+        routes: shape of the experts; None if the request had no `with_routes`.
+
+    Raises:
+        BadResponseError: names the first problem.
     """
+    parsed = _parse(body, rid)
+    stop = _stop(parsed, max_tokens)
+    _check(parsed, stop)
+    experts = None
+    if routes is not None and stop is not Stop.ABORTED:
+        experts = _routes(parsed.experts, routes, len(parsed.ids))
+    token_ids = np.array(parsed.ids, dtype=np.int32)
+    return Response(token_ids, parsed.logprobs, stop, tuple(parsed.spans), experts)
+
+
+def _parse(body: bytes, rid: str) -> _Parsed:
     try:
         data = orjson.loads(body)
         meta = data["meta_info"]
@@ -85,105 +127,108 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
             (str(span["version"]), int(span["start"]), int(span["end"]))
             for span in meta["weight_versions"]
         ]
-        kind = finish["type"]
+        kind = str(finish["type"])
         if meta["id"] != rid:
             raise BadResponseError(f"response to request {meta['id']!r}, expected {rid!r}")
+
         logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
         entry_ids = [entry[1] for entry in entries]
-        if type(ids) is not list or not set(map(type, ids)) <= {int} or logprobs.ndim != 1:
+        has_int_ids = type(ids) is list and set(map(type, ids)) <= {int}
+        if not has_int_ids or logprobs.ndim != 1:
             raise BadResponseError(
                 "output_ids or output_token_logprobs contain values that are not numbers"
             )
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        OverflowError,
-    ) as error:  # ValueError: also orjson's error
+    # orjson's error is a ValueError.
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         text = " ".join(body[:80].decode(errors="replace").split())
         reason = (
             f"malformed response of {len(body)} bytes ({type(error).__name__}: {error}): {text}"
         )
         raise BadResponseError(reason) from error
-    stop = _STOPS.get(str(kind))
+    experts = meta.get("routed_experts")
+    return _Parsed(ids, entry_ids, logprobs, spans, kind, finish, experts)
+
+
+def _stop(parsed: _Parsed, max_tokens: int) -> Stop:
+    """Why the response ended; checks its length."""
+    stop = _STOPS.get(parsed.kind)
     if stop is None:
-        raise BadResponseError(f"finish reason {finish!r}, expected stop, length or abort")
-    if len(ids) > max_tokens:
-        raise BadResponseError(f"{len(ids)} tokens, expected at most {max_tokens}")
-    if stop is Stop.LENGTH and len(ids) != max_tokens:
+        raise BadResponseError(f"finish reason {parsed.finish!r}, expected stop, length or abort")
+
+    num_tokens = len(parsed.ids)
+    if num_tokens > max_tokens:
+        raise BadResponseError(f"{num_tokens} tokens, expected at most {max_tokens}")
+    if stop is Stop.LENGTH and num_tokens != max_tokens:
         raise BadResponseError(
-            f"{len(ids)} tokens with finish reason length, expected {max_tokens}: the server's "
-            "context or KV cache is too "
-            "small for prompt and response; see rollout.servers.context_length and "
-            "max_total_tokens"
+            f"{num_tokens} tokens with finish reason length, expected {max_tokens}: the server's "
+            "context or KV cache is too small for prompt and response; see "
+            "rollout.servers.context_length and max_total_tokens"
         )
-    _check(ids, entry_ids, logprobs, stop, spans)
-    experts = None
-    if routes is not None and stop is not Stop.ABORTED:
-        experts = _routes(meta.get("routed_experts"), routes, len(ids))
-    return Response(np.array(ids, dtype=np.int32), logprobs, stop, tuple(spans), experts)
+    return stop
+
+
+def _check(parsed: _Parsed, stop: Stop) -> None:
+    """Checks that every token has a log-prob, a weight version and a valid id."""
+    ids = parsed.ids
+    logprobs = parsed.logprobs
+    if ids != parsed.entry_ids:
+        raise BadResponseError(
+            f"{len(ids)} tokens but log-probs of {len(parsed.entry_ids)}, or of other tokens"
+        )
+    if not ids and stop is not Stop.ABORTED:
+        raise BadResponseError("no tokens in a finished response")
+    is_wrong = ~np.isfinite(logprobs) | (logprobs > _MAX_LOGPROB)
+    if is_wrong.any():
+        token = int(np.argmax(is_wrong))
+        raise BadResponseError(
+            f"log-prob {logprobs[token]} at token {token}, expected a finite number <= 0"
+        )
+
+    covered = 0
+    for version, start, end in parsed.spans:
+        if start != covered or end < start:
+            raise BadResponseError(f"weight version spans {parsed.spans}, expected them contiguous")
+        covered = end
+        if not version:
+            raise BadResponseError("a token span without a weight version")
+    if covered != len(ids):
+        raise BadResponseError(f"weight version spans end at {covered} of {len(ids)} tokens")
+    if ids and (min(ids) < 0 or max(ids) > np.iinfo(np.int32).max):
+        raise BadResponseError(f"token id out of range: {min(ids)} to {max(ids)}")
 
 
 def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:
-    """The experts of every token but the last, from SGLang's base64 of int32
-    (srt/state_capturer/routed_experts.py).
+    """The experts of every token but the last, int16 [prompt + response - 1, layers, top k].
+
+    `text` is SGLang's base64 of int32 (srt/state_capturer/routed_experts.py).
     """
     if not isinstance(text, str):
         raise BadResponseError(
             "no routed_experts, which policy.routing=replay_sampler needs; start the server with "
             "--enable-return-routed-experts"
         )
-    expected = (shape.prompt_len + num_tokens - 1, shape.layers, shape.top_k)
     try:
-        found = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+        experts = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     except ValueError as error:
         raise BadResponseError(f"routed_experts is no base64 of int32 ({error})") from error
-    problem = ""
+
+    expected = (shape.prompt_len + num_tokens - 1, shape.layers, shape.top_k)
     total = math.prod(expected)
-    if found.size != total:
+    problem = ""
+    if experts.size != total:
         layout = f"({expected[0]} tokens, {shape.layers} layers, top {shape.top_k})"
-        problem = f"{found.size} numbers, expected {total} {layout}"
-    elif found.min() < 0 or found.max() >= shape.experts:
-        problem = f"{found.min()} to {found.max()}, expected 0 to {shape.experts - 1}"
+        problem = f"{experts.size} numbers, expected {total} {layout}"
+    elif experts.min() < 0 or experts.max() >= shape.experts:
+        problem = f"{experts.min()} to {experts.max()}, expected 0 to {shape.experts - 1}"
     if problem:
         raise BadResponseError(f"routed_experts has {problem}: the server has another model")
-    ordered = np.sort(found.reshape(expected), axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2))
-    if twice.any():  # the server's buffer starts as zeros
-        token = twice.argmax()
+
+    experts = experts.reshape(expected)
+    ordered = np.sort(experts, axis=-1)
+    is_repeated = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2))
+    if is_repeated.any():  # the server's buffer starts as zeros
+        token = is_repeated.argmax()
         raise BadResponseError(
             f"routed_experts has an expert twice at token {token}: the server did not record it"
         )
-    return found.reshape(expected).astype(np.int16)
-
-
-def _check(
-    ids: list[int],
-    entry_ids: list[int],
-    logprobs: np.ndarray,
-    stop: Stop,
-    spans: list[tuple[str, int, int]],
-) -> None:
-    if ids != entry_ids:
-        raise BadResponseError(
-            f"{len(ids)} tokens but log-probs of {len(entry_ids)}, or of other tokens"
-        )
-    if not ids and stop is not Stop.ABORTED:
-        raise BadResponseError("no tokens in a finished response")
-    if logprobs.size and not (np.isfinite(logprobs).all() and logprobs.max() <= 1e-3):
-        worst = int(np.argmax(~np.isfinite(logprobs) | (logprobs > 1e-3)))
-        raise BadResponseError(
-            f"log-prob {logprobs[worst]} at token {worst}, expected a finite number <= 0"
-        )
-    at = 0
-    for version, start, end in spans:
-        if start != at or end < start:
-            raise BadResponseError(f"weight version spans {spans}, expected them contiguous")
-        at = end
-        if not version:
-            raise BadResponseError("a token span without a weight version")
-    if at != len(ids):
-        raise BadResponseError(f"weight version spans end at {at} of {len(ids)} tokens")
-    if ids and (min(ids) < 0 or max(ids) > np.iinfo(np.int32).max):
-        raise BadResponseError(f"token id out of range: {min(ids)} to {max(ids)}")
+    return experts.astype(np.int16)

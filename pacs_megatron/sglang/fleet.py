@@ -2,15 +2,15 @@
 
 One task per server probes it:
 
-    STALE    responds, but with other weights than the current ones; gets no requests until a probe
-    shows the current ones
-    HEALTHY  responded to its last probe with the current weights; only HEALTHY servers get requests
-    SUSPECT  failed a request or a probe; gets no new requests until a probe succeeds, running ones
-    may still finish
-    DEAD     no response for `dead_after_s`, exited, or failed repeatedly; its requests are retried
-    on other servers.
-             Managed servers are restarted (and become STALE); external servers are probed until
-             they respond.
+    STALE    It responds, but with other weights than the current ones. It gets no requests until a
+             probe shows the current ones.
+    HEALTHY  It responded to its last probe with the current weights. Only HEALTHY servers get
+             requests.
+    SUSPECT  It failed a request or a probe. It gets no new requests until a probe succeeds; running
+             ones may still finish.
+    DEAD     No response for `dead_after_s`, an exit, or repeated failures. Its requests are retried
+             on other servers. Managed servers are restarted (and become STALE); external servers
+             are probed until they respond.
 
 A server reports a `weight_version` only after all of its weights arrived and were verified.
 """
@@ -45,7 +45,8 @@ class Server:
     """State of one server in the fleet."""
 
     api: SglangApi
-    own: ManagedServer | None = None
+    managed: ManagedServer | None = None
+    """None: an external server"""
     trainer_rank: int = 0
     """trainer rank that sends weights to the server: with `sync.transport: ipc` the rank on its
     first GPU, with `broadcast` modulo the ranks on rank 0's host
@@ -58,9 +59,8 @@ class Server:
     restarts: int = 0
     restarting: bool = False
     returning: bool = False
-    """set in copies (`status`):
-
-    DEAD, but being restarted, to be restarted, or external (its owner may restart it)
+    """set in copies (`status`): DEAD, but a restart is running or still possible; the owner of an
+    external server may always restart it
     """
     last_ok: float = field(default_factory=time.monotonic)
     """monotonic time of the last successful probe"""
@@ -71,13 +71,7 @@ class Server:
 
 
 class Fleet:
-    """States of the servers.
-
-    Calls `on_change` when a server becomes usable, and `on_lost` when a server's running requests
-    are lost: it died, or it missed an update and has no complete weights. `query_version` (server,
-    timeout in seconds) returns the `weight_version` of a server whose scheduler responds, or raises
-    RolloutError.
-    """
+    """States of the servers, and the choice of a server for a request."""
 
     def __init__(
         self,
@@ -87,6 +81,17 @@ class Fleet:
         on_change: Callable[[], None],
         on_lost: Callable[[Server], None],
     ) -> None:
+        """Starts one task per server.
+
+        Args:
+            servers: all servers of the run.
+            options: intervals and limits.
+            query_version: (server, timeout in seconds) -> the `weight_version` of a server whose
+                scheduler responds; raises RolloutError.
+            on_change: called when a server becomes usable.
+            on_lost: called when a server's running requests are lost: it died, or it missed an
+                update and has no complete weights.
+        """
         self.servers = tuple(servers)
         self._options = options
         self.current: WeightVersion | None = None
@@ -95,7 +100,8 @@ class Fleet:
         self.epoch = 0
         """increases with every update: separates requests sent before it from later ones"""
         self._has_current = asyncio.Event()
-        self._settling = self._holds_restarts = False
+        self._settling = False
+        self._holds_restarts = False
         self._query_version = query_version
         self._on_change = on_change
         self._on_lost = on_lost
@@ -112,9 +118,10 @@ class Fleet:
 
     def broken(self) -> BaseException | None:
         """The error that ended a watch task, if any: its server would keep its state."""
-        return next(
-            (task.exception() for task in self._tasks if task.done() and not task.cancelled()), None
-        )
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                return task.exception()
+        return None
 
     def begin_update(self, *, is_release: bool = False) -> None:
         """Stops the dispatch of requests until `set_current`.
@@ -129,7 +136,7 @@ class Fleet:
         self.current = None
         self._has_current.clear()
         for server in self.servers:
-            self._notice_exit(server)
+            self._check_exit(server)
             if server.health is Health.DEAD:
                 self._wake[server].set()  # its restart may have been held
             if server.health in (Health.HEALTHY, Health.STALE):
@@ -145,15 +152,16 @@ class Fleet:
         self.current = version
         self.known.add(str(version))
         self._has_current.set()
-        self._last_usable = now = time.monotonic()
+        now = time.monotonic()
+        self._last_usable = now
         for server in self.servers:
             if server.health is Health.HEALTHY:
                 self._set(server, Health.STALE, "not probed since the update")
-            if (
-                self._unprobed_since is not None
-            ):  # the update's duration does not count towards `dead_after_s`
+            # The update's duration does not count towards `dead_after_s`.
+            if self._unprobed_since is not None:
                 server.last_ok = min(now, server.last_ok + now - self._unprobed_since)
         self._unprobed_since = None
+
         self._settling = True
         try:
             await asyncio.gather(*(self._probe(server) for server in self.servers))
@@ -162,8 +170,12 @@ class Fleet:
         self._on_change()
 
     async def wait_for_versions(self, versions: Iterable[str], timeout_s: float) -> None:
-        """Blocks responses with an unknown weight version until `set_current` is called: servers
-        resume before it. Returns at once when no update is in progress. Raises TimeoutError.
+        """Blocks a response with an unknown weight version until `set_current` is called.
+
+        Servers resume before that call. Returns at once when no update is in progress.
+
+        Raises:
+            TimeoutError: the update did not end within `timeout_s`.
         """
         if not self.known.issuperset(versions):
             await asyncio.wait_for(self._has_current.wait(), timeout_s)
@@ -176,12 +188,16 @@ class Fleet:
         """
         if self.current is None or self._settling:
             return None
-        healthy = [s for s in self.servers if s.health is Health.HEALTHY]
-        wanted = [s for s in healthy if s.url not in avoid] or healthy
-        usable = [s for s in wanted if s.in_flight < self._options.max_in_flight]
+        healthy = [server for server in self.servers if server.health is Health.HEALTHY]
+        candidates = [server for server in healthy if server.url not in avoid]
+        if not candidates:
+            candidates = healthy
+
+        limit = self._options.max_in_flight
+        usable = [server for server in candidates if server.in_flight < limit]
         if prefer is not None and prefer in usable:
             return prefer
-        return min(usable, key=lambda s: s.in_flight, default=None)
+        return min(usable, key=lambda server: server.in_flight, default=None)
 
     def failed(self, server: Server, reason: str) -> None:
         """Records a failed request that may be the server's fault."""
@@ -195,31 +211,31 @@ class Fleet:
 
     def down_s(self) -> float:
         """Seconds since a server was last usable; 0.0 while one is, and during an update."""
-        if self.current is None or any(s.health is Health.HEALTHY for s in self.servers):
+        has_healthy = any(server.health is Health.HEALTHY for server in self.servers)
+        if self.current is None or has_healthy:
             self._last_usable = time.monotonic()
         return time.monotonic() - self._last_usable
 
     def status(self) -> tuple[Server, ...]:
         """Copies for the driver, logs and metrics."""
-        managed = self._options.servers
+        options = self._options.servers
         copies = [replace(server) for server in self.servers]
         for server in copies:
             # The owner of an external server may restart it; `all_down_after_s` limits the wait.
             may_return = (
-                managed is None or server.restarting or server.restarts < managed.max_restarts
+                options is None or server.restarting or server.restarts < options.max_restarts
             )
             server.returning = server.health is Health.DEAD and may_return
         return tuple(copies)
 
     def needs_weights(self) -> bool:
-        """Whether only a new push makes a server usable: none is HEALTHY or SUSPECT, and some are
-        STALE (restarted).
+        """Whether only a new push makes a server usable.
+
+        True if none is HEALTHY or SUSPECT, and some are STALE (restarted).
         """
-        if (
-            self.current is None
-            or self._settling
-            or self.down_s() < STALE_PROBES * self._options.probe_interval_s
-        ):
+        if self.current is None or self._settling:
+            return False
+        if self.down_s() < STALE_PROBES * self._options.probe_interval_s:
             return False
         states = {server.health for server in self.servers}
         return Health.STALE in states and states <= {Health.STALE, Health.DEAD}
@@ -229,59 +245,70 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake[server].wait(), self._options.probe_interval_s)
             self._wake[server].clear()
-            self._notice_exit(server)
-            if server.health is Health.DEAD and server.own is not None and not self._holds_restarts:
-                await self._restart(server, server.own)
+
+            self._check_exit(server)
+            managed = server.managed
+            if server.health is Health.DEAD and managed is not None and not self._holds_restarts:
+                await self._restart(server, managed)
             # An update skips DEAD servers. An external server that responds again receives the next
             # update.
-            if self.current is not None or (server.health is Health.DEAD and server.own is None):
+            if self.current is not None or (server.health is Health.DEAD and managed is None):
                 await self._probe(server)
 
-    def _notice_exit(self, server: Server) -> None:
-        if (
-            server.own is not None
-            and server.own.exit_code() is not None
-            and server.health is not Health.DEAD
-        ):
-            self._die(server, f"exited with {server.own.exit_code()}")
+    def _check_exit(self, server: Server) -> None:
+        """Sets a managed server that exited to DEAD."""
+        if server.managed is None:
+            return
+        exit_code = server.managed.exit_code()
+        if exit_code is not None and server.health is not Health.DEAD:
+            self._die(server, f"exited with {exit_code}")
 
     async def _probe(self, server: Server) -> None:
         epoch = self.epoch
         try:
             reported = await self._query_version(server, self._options.probe_timeout_s)
         except RolloutError as error:
-            silent_s = time.monotonic() - server.last_ok
-            if server.health is not Health.DEAD and silent_s > self._options.dead_after_s:
-                self._die(server, f"no response for {silent_s:.0f} s: {error}")
-            elif server.health is not Health.DEAD:
-                self._set(server, Health.SUSPECT, str(error))
+            self._probe_failed(server, error)
             return
         if epoch != self.epoch:
             return  # an update started or ended meanwhile, so the response may be outdated
+
         server.last_ok = time.monotonic()
         if server.health is Health.DEAD:
             server.failures = 0
         if reported != str(self.current):
-            behind = f"has weights {reported!r}, current are {str(self.current)!r}"
-            self._set(server, Health.STALE, "responds again" if self.current is None else behind)
+            reason = f"has weights {reported!r}, current are {str(self.current)!r}"
+            if self.current is None:
+                reason = "responds again"
+            self._set(server, Health.STALE, reason)
+            # The server is paused after an update, or was restarted, so its running requests are
+            # lost.
             if server.in_flight and WeightVersion.parse(reported) is None:
-                # The server is paused after an update, or was restarted, so its running requests
-                # are lost.
                 self._on_lost(server)
         elif server.health is not Health.HEALTHY:
             self._set(server, Health.HEALTHY, "")
             self._on_change()
+
+    def _probe_failed(self, server: Server, error: RolloutError) -> None:
+        if server.health is Health.DEAD:
+            return
+        silent_s = time.monotonic() - server.last_ok
+        if silent_s > self._options.dead_after_s:
+            self._die(server, f"no response for {silent_s:.0f} s: {error}")
+        else:
+            self._set(server, Health.SUSPECT, str(error))
 
     def _die(self, server: Server, reason: str) -> None:
         self._set(server, Health.DEAD, reason)
         self._on_lost(server)
         self._wake[server].set()
 
-    async def _restart(self, server: Server, own: ManagedServer) -> None:
+    async def _restart(self, server: Server, managed: ManagedServer) -> None:
         options = self._options.servers
         if options is None or server.restarts >= options.max_restarts:
-            await asyncio.to_thread(own.stop)
+            await asyncio.to_thread(managed.stop)
             return
+
         server.restarts += 1
         server.restarting = True
         logger.warning(
@@ -292,14 +319,15 @@ class Fleet:
             server.reason,
         )
         try:
-            await asyncio.to_thread(own.start)
-            await asyncio.to_thread(own.wait_ready, options.start_timeout_s)
+            await asyncio.to_thread(managed.start)
+            await asyncio.to_thread(managed.wait_ready, options.start_timeout_s)
         except PacsError as error:
             server.reason = str(error)
             return
         finally:
             server.restarting = False
-        server.api = own.api
+
+        server.api = managed.api  # a restart may have another port
         server.failures = 0
         server.last_ok = time.monotonic()
         self._set(server, Health.STALE, "restarted with the weights of its model path")

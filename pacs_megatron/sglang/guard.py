@@ -1,12 +1,16 @@
-"""Parent process of one SGLang server: ends it and all its children when the launcher ends for any
-reason. SGLang orphans its scheduler when it is killed. If the guard is killed too, the next start
-cleans up by the pid file (`server.reap`).
+"""Parent process of one SGLang server: ends it and all its children when the launcher ends.
+
+SGLang orphans its scheduler when it is killed. If the guard is killed too, the next start cleans up
+by the pid file (`server.reap`).
 
 `python -I guard.py <pid file> <grace seconds> <store file> <command> ...`, with a pipe from the
 launcher as standard input. When the pipe closes, the launcher ends, SIGTERM arrives or the server
-exits, the guard ends the process group and all descendants, removes the pid file, the store file
-(rendezvous of the server's ranks) and leftover shared memory, and exits with the server's exit
-status (128 + signal).
+exits, the guard
+
+- ends the process group and all descendants,
+- removes the pid file, the store file (rendezvous of the server's ranks) and leftover shared
+  memory,
+- exits with the server's exit status (128 + signal).
 """
 
 import contextlib
@@ -24,7 +28,7 @@ from pacs_megatron.runtime.processes import die_with_parent, start_ticks, stat_f
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.2
-SHARED = "/dev/shm/"  # listed, and cleaned of our own servers' files
+SHARED = "/dev/shm/"  # noqa: S108
 SHARED_FAMILIES = (
     "sglang_",
     "sgl_shm_",
@@ -43,39 +47,52 @@ SCAN_S = 10.0
 
 def members(group: int, ancestor: int | None = None) -> list[int]:
     """Live processes of the process group, and all descendants of `ancestor`."""
-    table: dict[int, tuple[int, int]] = {}
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        fields = stat_fields(int(entry))
-        if fields is not None:
-            table[int(entry)] = int(fields[2]), int(fields[1])
-    ours = {pid for pid, (pgrp, _) in table.items() if pgrp == group}
-    frontier = {ancestor} if ancestor is not None else set()
-    while frontier:
-        children = {
-            pid for pid, (_, parent) in table.items() if parent in frontier and pid not in ours
+    parent_of: dict[int, int] = {}
+    ours: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        pid = int(entry)
+        fields = stat_fields(pid)
+        if fields is None:
+            continue
+        _, parent, process_group, *_ = fields
+        parent_of[pid] = int(parent)
+        if int(process_group) == group:
+            ours.add(pid)
+
+    generation = set() if ancestor is None else {ancestor}
+    while generation:
+        generation = {
+            pid for pid, parent in parent_of.items() if parent in generation and pid not in ours
         }
-        ours |= children
-        frontier = children
+        ours |= generation
     return sorted(ours - {os.getpid()})
 
 
 def shared_inodes(pids: list[int]) -> set[int]:
-    """Inodes of the shared-memory files that these processes have mapped; glibc maps a semaphore
-    before it names it.
+    """Inodes of the shared-memory files that these processes have mapped.
+
+    Inodes and not names, because glibc maps a semaphore before it names it.
     """
-    found: set[int] = set()
+    inodes: set[int] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(SHARED):
-                    found.add(int(fields[4]))
-    return found
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # the process ended
+            continue
+        for line in maps.splitlines():
+            # address, permissions, offset, device, inode, path
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(SHARED):
+                inodes.add(int(fields[4]))
+    return inodes
 
 
 def remove_shared(inodes: set[int]) -> None:
-    """Unlinks the files of these inodes whose name is in SHARED_FAMILIES. tmpfs does not reuse
-    inodes.
+    """Unlinks the files of these inodes whose name starts with one of SHARED_FAMILIES.
+
+    tmpfs does not reuse inodes.
     """
     with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
         for entry in entries:
@@ -84,16 +101,17 @@ def remove_shared(inodes: set[int]) -> None:
 
 
 def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Sends SIGTERM, and SIGKILL after `grace_s`, to the server's group and all descendants;
-    returns when all ended.
+    """Ends the server's group and all descendants: SIGTERM, and SIGKILL after `grace_s`.
+
+    Returns when all ended, or 10 s after SIGKILL.
     """
     group = server.pid
     guard = os.getpid()
-    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+    for signal_number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + wait_s
         for pid in members(group, guard):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
                 os.kill(pid, signal.SIGCONT)  # a stopped process handles SIGKILL only
         while time.monotonic() < deadline:
             reap_orphans(server)
@@ -105,7 +123,11 @@ def end_all(server: subprocess.Popen[bytes], grace_s: float) -> None:
 def reap_orphans(server: subprocess.Popen[bytes]) -> None:
     """Reaps finished children (the guard adopts orphans), so that no zombies remain."""
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        while True:
+            # WNOWAIT leaves the child, so that the server's status reaches its Popen object.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
             if ended.si_pid == server.pid:
                 server.wait()
             else:
@@ -113,6 +135,7 @@ def reap_orphans(server: subprocess.Popen[bytes]) -> None:
 
 
 def write_pid_file(path: Path, server: int, store: Path, shared: set[int]) -> None:
+    """Writes what `server.reap` needs after this guard was killed: processes, files, inodes."""
     record = {
         "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "guard": os.getpid(),
@@ -134,9 +157,10 @@ def main(argv: list[str]) -> int:
     command = argv[4:]
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    stop = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.append(True))
+    stop_requests = []
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, lambda *_: stop_requests.append(True))
+
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
     )
@@ -145,15 +169,16 @@ def main(argv: list[str]) -> int:
     scan_at = time.monotonic() + SCAN_S
     # A forked sibling of the launcher may keep the pipe open. A changed parent pid shows that the
     # launcher ended.
-    while not stop and server.poll() is None and os.getppid() == launcher:
+    while not stop_requests and server.poll() is None and os.getppid() == launcher:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
             break
         if time.monotonic() > scan_at:
             scan_at = time.monotonic() + SCAN_S
-            known = shared
-            shared = shared | shared_inodes(members(server.pid, os.getpid()))
-            if shared != known:
+            recorded = shared
+            shared = recorded | shared_inodes(members(server.pid, os.getpid()))
+            if shared != recorded:
                 write_pid_file(pid_file, server.pid, store, shared)
+
     shared |= shared_inodes(members(server.pid, os.getpid()))
     end_all(server, grace_s)
     remove_shared(shared)

@@ -28,25 +28,33 @@ from pacs_megatron.sglang.api import SglangApi
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5
+"""Seconds between SIGTERM and SIGKILL; a server has no state to save."""
 POLL_S = 0.25
-"""Seconds between SIGTERM and SIGKILL (a server has no state to save), and between two checks of a
-starting server.
-"""
+"""Seconds between two checks of a starting server."""
 START_ATTEMPTS = 3
 """Number of attempts to start, because another process may bind the chosen port first."""
 API_KEY = "PACS_SGLANG_API_KEY"
 MEM_FRACTION = "PACS_SGLANG_MEM_FRACTION"
 """Environment variables that `sglang/start.py` turns into arguments."""
 FP8_BLOCKWISE_ARGS = (
-    *(
-        "--load-format",
-        "dummy",
-    ),  # the folder's weights are bf16; the first push brings all of them quantized
+    "--load-format",
+    "dummy",
     "--json-model-override-args",
     '{"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", '
     '"weight_block_size": [128, 128]}}',
 )
+"""`dummy`, because the folder's weights are bf16; the first push brings all of them quantized."""
 PORT_TAKEN = ("address already in use", "Address already in use", "EADDRINUSE")
+_PROCESS_GROUP_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+)
+"""The trainer's; a server must not join its process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,30 +79,20 @@ class ServerSpec:
         """The command without the API key: every user of the host can read a command line."""
         servers = self.servers
         args = [*servers.python, "-m", "sglang.launch_server", "--model-path", self.model.path]
-        args += [
-            "--host",
-            self.host,
-            "--port",
-            str(port),
-            "--nccl-port",
-            str(nccl_port),
-            "--device",
-            servers.device,
-        ]
-        args += ["--tp-size", str(servers.tp), "--skip-server-warmup", "--log-level", "warning"]
+        args += ["--host", self.host, "--port", str(port), "--nccl-port", str(nccl_port)]
+        args += ["--device", servers.device, "--tp-size", str(servers.tp)]
+        args += ["--skip-server-warmup", "--log-level", "warning"]
         args += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[self.options.dtype]]
-        if (
-            servers.mem_fraction is not None and servers.device == "cpu"
-        ):  # on GPUs see sglang/start.py
+        # On GPUs sglang/start.py adds the fraction.
+        if servers.mem_fraction is not None and servers.device == "cpu":
             args += ["--mem-fraction-static", str(servers.mem_fraction)]
         if servers.max_total_tokens is not None:
             args += ["--max-total-tokens", str(servers.max_total_tokens)]
         if servers.context_length is not None:
             args += ["--context-length", str(servers.context_length)]
+        # Allows to release weights and KV cache during a training step.
         if servers.colocated and servers.device == "cuda":
-            args += [
-                "--enable-memory-saver"
-            ]  # weights and KV cache can be released during a training step
+            args += ["--enable-memory-saver"]
         if self.model.trust_remote_code:
             args += ["--trust-remote-code"]
         if servers.device == "cpu":
@@ -108,34 +106,28 @@ class ServerSpec:
     def environment(
         self, inherited: Mapping[str, str], store: Path, nccl_port: int
     ) -> dict[str, str]:
-        """The trainer's environment without its process group.
+        """The server's environment: the trainer's without its process group.
 
-        The server's ranks use the file `store` for rendezvous: torch's TCP store, the default,
-        listens on all interfaces.
+        Args:
+            inherited: the trainer's environment.
+            store: file for the rendezvous of the server's ranks. torch's TCP store, the default,
+                listens on all interfaces.
+            nccl_port: port of the server's own process group.
         """
         servers = self.servers
-        drop = (
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-        )
         env = {
-            k: v
-            for k, v in inherited.items()
-            if k not in drop and not k.startswith("TORCHELASTIC_")
+            name: value
+            for name, value in inherited.items()
+            if name not in _PROCESS_GROUP_VARIABLES and not name.startswith("TORCHELASTIC_")
         }
         if self.host == "127.0.0.1":
             env["GLOO_SOCKET_IFNAME"] = "lo"
-        if (
-            "--dist-init-addr" not in servers.extra_args
-        ):  # a server over several hosts needs the TCP store
+        # A server over several hosts needs the TCP store.
+        if "--dist-init-addr" not in servers.extra_args:
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
             # SGLang derives names of shared-memory segments from these on CPUs with AMX.
-            env |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(nccl_port)}
+            env["MASTER_ADDR"] = self.host
+            env["MASTER_PORT"] = str(nccl_port)
         if self.visible_devices is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         if servers.device == "cuda" and servers.mem_fraction is not None:
@@ -143,7 +135,8 @@ class ServerSpec:
         if self.api_key is not None:
             env[API_KEY] = self.api_key
         if servers.device == "cpu":
-            env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+            env["CUDA_VISIBLE_DEVICES"] = ""
             env.setdefault("OMP_NUM_THREADS", "1")
         return env
 
@@ -156,14 +149,18 @@ def tail(path: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "no log"
-    return " | ".join(line.strip() for line in lines[-8:] if line.strip()) or "empty log"
+    last = [line.strip() for line in lines[-8:]]
+    return " | ".join(line for line in last if line) or "empty log"
 
 
 def reap(folder: Path) -> list[int]:
-    """Ends processes that a killed launcher left running, by the pid files in `folder`; returns
-    their pids. Call only before the first start in a folder.
+    """Ends processes that a killed launcher left running, by the pid files in `folder`.
+
+    Call only before the first start in a folder. Returns their pids.
     """
-    ended = [pid for path in sorted(folder.glob("*.pid")) for pid in _reap_file(path)]
+    ended: list[int] = []
+    for path in sorted(folder.glob("*.pid")):
+        ended += _reap_file(path)
     if ended:
         logger.warning(
             "ended %d leftover server processes of an earlier run: %s", len(ended), ended
@@ -172,16 +169,16 @@ def reap(folder: Path) -> list[int]:
 
 
 def _reap_file(path: Path) -> list[int]:
+    """Ends the processes of one pid file and removes it; ignores a damaged file."""
     ended: list[int] = []
-    with contextlib.suppress(
-        RolloutError, OSError, ValueError, TypeError, KeyError
-    ):  # a damaged record
+    with contextlib.suppress(RolloutError, OSError, ValueError, TypeError, KeyError):
         ended = _reap_one(read_object(path, error=RolloutError))
     path.unlink(missing_ok=True)
     return ended
 
 
 def _reap_one(record: Mapping[str, Any]) -> list[int]:
+    """Ends the guard and the server of a record that `guard.write_pid_file` wrote."""
     if record["boot_id"] != Path("/proc/sys/kernel/random/boot_id").read_text().strip():
         return []
     ended: list[int] = []
@@ -190,6 +187,7 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
         ended.append(guard)
         os.kill(guard, signal.SIGKILL)
     Path(str(record["store"])).unlink(missing_ok=True)
+
     group = int(record["server"])
     started = int(record["server_start"])
     leader_started = start_ticks(group)
@@ -199,6 +197,7 @@ def _reap_one(record: Mapping[str, Any]) -> list[int]:
     left: list[int] = []
     if leader_started is None or leader_started == started:
         left = [pid for pid in sglang_guard.members(group) if (start_ticks(pid) or 0) >= started]
+
     shared = sglang_guard.shared_inodes(left) | set(record["shared"])
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -247,20 +246,14 @@ class ManagedServer:
         self._port = free_port(self.spec.host, self._port)
         nccl_port = free_port(self.spec.host)
         # A folder in memory: file locks do not work on every cluster file system, and containers
-        # also have this folder.
-        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # the name cannot be guessed
+        # also have this folder. The name cannot be guessed.
+        store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108
         environment = self.spec.environment(os.environ, store, nccl_port)
         command = self.spec.command(self._port, nccl_port)
         if environment.keys() & {API_KEY, MEM_FRACTION}:
             command = _with_values_from_environment(command)
-        guard = [
-            sys.executable,
-            "-I",
-            sglang_guard.__file__,
-            str(self.pid_file),
-            str(GRACE_S),
-            str(store),
-        ]
+        guard = [sys.executable, "-I", sglang_guard.__file__]
+        guard += [str(self.pid_file), str(GRACE_S), str(store)]
         with self.log_path.open("ab") as log:
             self._guard = subprocess.Popen(
                 [*guard, *command],
@@ -284,30 +277,35 @@ class ManagedServer:
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when the server accepts requests.
 
-        If it exits or the timeout expires, ends it and raises RolloutError.
+        Raises:
+            RolloutError: it exited, was stopped, or was not ready in time. It no longer runs.
         """
         deadline = time.monotonic() + timeout_s
         attempts = 1
         while not self.api.ready():
             if self._guard is None:
                 raise RolloutError(f"rollout server {self.spec.name} was stopped while starting")
-            code = self.exit_code()
-            if code is not None or time.monotonic() > deadline:
-                log = tail(self.log_path)
-                if (
-                    code is not None
-                    and any(text in log for text in PORT_TAKEN)
-                    and attempts < START_ATTEMPTS
-                ):
-                    attempts = attempts + 1
-                    self._port = 0
-                    self.start()
-                    continue
-                self.stop()
-                late = f"was not ready within rollout.servers.start_timeout_s={timeout_s:g}; log {self.log_path}"
-                problem = late if code is None else f"exited with {code} while starting"
-                raise RolloutError(f"rollout server {self.spec.name} {problem}: {log}")
-            time.sleep(POLL_S)
+            exit_code = self.exit_code()
+            if exit_code is None and time.monotonic() <= deadline:
+                time.sleep(POLL_S)
+                continue
+
+            log = tail(self.log_path)
+            port_taken = exit_code is not None and any(text in log for text in PORT_TAKEN)
+            if port_taken and attempts < START_ATTEMPTS:
+                attempts += 1
+                self._port = 0
+                self.start()
+                continue
+
+            self.stop()
+            problem = f"exited with {exit_code} while starting"
+            if exit_code is None:
+                problem = (
+                    f"was not ready within rollout.servers.start_timeout_s={timeout_s:g}; "
+                    f"log {self.log_path}"
+                )
+            raise RolloutError(f"rollout server {self.spec.name} {problem}: {log}")
 
     def close(self) -> None:
         """Stops the server for good: a later `start` raises RolloutError."""
@@ -339,13 +337,10 @@ class ManagedServer:
 
 
 def _with_values_from_environment(command: list[str]) -> list[str]:
-    """The command that runs `sglang/start.py`, which adds the arguments that are in the server's
-    environment.
+    """The command that runs `sglang/start.py` in place of `-m sglang.launch_server`.
+
+    It adds the arguments whose values are in the server's environment.
     """
-    at = command.index("-m")
-    return [
-        *command[:at],
-        "-c",
-        Path(start.__file__).read_text(encoding="utf-8"),
-        *command[at + 2 :],
-    ]
+    module = command.index("-m")
+    script = Path(start.__file__).read_text(encoding="utf-8")
+    return [*command[:module], "-c", script, *command[module + 2 :]]

@@ -1,11 +1,13 @@
-"""Starts `sglang.launch_server` inside the server's interpreter, which has no pacs_megatron: passed
-to `python -c` as text.
+"""Starts `sglang.launch_server` with arguments from the environment.
 
-It adds the API key from the environment, because every user of the host can read a command line,
-and `--mem-fraction-static`: SGLang takes it as a share of the memory that is free at its start
-(mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server
-beside a trainer less than it had before. The budget here is a share of the GPU's total memory; the
-start waits until that much is free.
+The text of this file is passed to `python -c`, because the server's interpreter has no
+pacs_megatron. It adds
+
+- the API key: every user of the host can read a command line;
+- `--mem-fraction-static`: SGLang takes it as a share of the memory that is free at its start
+  (mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server
+  beside a trainer less than it had before. The budget here is a share of the GPU's total memory;
+  the start waits until that much is free.
 """
 
 import os
@@ -14,9 +16,8 @@ import sys
 import time
 
 RESERVE = 3 * 2**30
-"""Bytes that must be free in addition to the budget:
-
-CUDA context, graphs and activations of the server.
+"""Bytes that must be free in addition to the budget: the server's CUDA context, graphs and
+activations.
 """
 REPORT_S = 10.0
 
@@ -25,16 +26,21 @@ def memory_share(fraction: float, devices: "list[str]") -> float:
     """Share of the free memory that equals `fraction` of the total, on the fullest of these GPUs.
 
     Waits for free memory.
+
+    Args:
+        fraction: share of the total memory of the smallest GPU.
+        devices: numbers or UUIDs, the entries of CUDA_VISIBLE_DEVICES.
     """
     import pynvml  # type: ignore[import-not-found]
 
     pynvml.nvmlInit()
-    handles = [
-        pynvml.nvmlDeviceGetHandleByIndex(int(device))
-        if device.isdigit()
-        else pynvml.nvmlDeviceGetHandleByUUID(device.encode())
-        for device in devices
-    ]
+    handles = []
+    for device in devices:
+        if device.isdigit():
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(device)))
+        else:
+            handles.append(pynvml.nvmlDeviceGetHandleByUUID(device.encode()))
+
     report_at = 0.0
     while True:
         memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
@@ -46,9 +52,8 @@ def memory_share(fraction: float, devices: "list[str]") -> float:
             report_at = time.monotonic() + REPORT_S
             sys.stdout.write(
                 f"waiting for GPU memory: {(budget + RESERVE) / 2**30:.1f} GiB needed "
-                "(rollout.servers.mem_fraction="
-                f"{fraction} and {RESERVE / 2**30:.0f} GiB), {free / 2**30:.1f} GiB free on GPU "
-                f"{','.join(devices)}\n"
+                f"(rollout.servers.mem_fraction={fraction} and {RESERVE / 2**30:.0f} GiB), "
+                f"{free / 2**30:.1f} GiB free on GPU {','.join(devices)}\n"
             )
             sys.stdout.flush()
         time.sleep(0.5)

@@ -1,9 +1,8 @@
-"""Expected checksums of a server's parameters, computed from the exported tensors by an independent
-implementation.
+"""Expected checksums of a server's parameters, computed by an independent implementation.
 
-SGLang hashes its parameters in their server-side form: fused (q, k, v; gate, up; the experts of a
-layer), sharded over tensor-parallel ranks, vocabulary padded. Hashes as in SGLang 0.5.23: SHA-256
-on CPU, a 64-bit word hash on CUDA.
+They come from the exported tensors. SGLang hashes its parameters in their server-side form: fused
+(q, k, v; gate, up; the experts of a layer), sharded over tensor-parallel ranks, vocabulary padded.
+Hashes as in SGLang 0.5.23: SHA-256 on CPU, a 64-bit word hash on CUDA.
 """
 
 import hashlib
@@ -22,20 +21,23 @@ _FUSED = {
     "q_proj": ("qkv_proj", 0, 3),
     "k_proj": ("qkv_proj", 1, 3),
     "v_proj": ("qkv_proj", 2, 3),
-} | {
     "gate_proj": ("gate_up_proj", 0, 2),
     "up_proj": ("gate_up_proj", 1, 2),
 }
+"""Hugging Face module -> (the server's module, index of the part, number of parts)"""
 _EXPERT = re.compile(
-    r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<what>gate_proj|up_proj|down_proj)\.weight"
+    r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<module>gate_proj|up_proj|down_proj)\.weight"
 )
-_MODULE = re.compile(r"(?P<prefix>.*\.)(?P<module>\w+)\.(?P<what>weight|bias)")
+_MODULE = re.compile(r"(?P<prefix>.*\.)(?P<module>\w+)\.(?P<parameter>weight|bias)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
+    """The dimensions that decide how a server fuses and shards its parameters."""
+
     num_kv_heads: int
     num_experts: int = 0
+    """0: a dense model"""
 
 
 class ExpectedChecksums:
@@ -44,6 +46,16 @@ class ExpectedChecksums:
     def __init__(
         self, dims: ModelDims, tp: int, hash_tensor: Callable[[torch.Tensor], str]
     ) -> None:
+        """Expects the parameters of servers that are all alike.
+
+        Args:
+            dims: of the model.
+            tp: number of tensor-parallel ranks of a server.
+            hash_tensor: hash of one rank's part, as the server computes it.
+
+        Raises:
+            SyncError: the key-value heads cannot be sharded over `tp` ranks.
+        """
         if tp > 1 and dims.num_kv_heads % tp and tp % dims.num_kv_heads:
             raise SyncError(
                 f"sync.verify: neither of tp={tp} and {dims.num_kv_heads} key-value heads divides "
@@ -58,69 +70,78 @@ class ExpectedChecksums:
         """server's parameter name -> hash of each tensor-parallel rank's part"""
 
     def add(self, name: str, tensor: torch.Tensor, only: frozenset[str] | None = None) -> None:
-        """Adds one exported tensor in the dtype that is sent; `only` restricts the hashes to some
-        server parameters.
+        """Adds one exported tensor.
+
+        Args:
+            name: its Hugging Face name.
+            tensor: the whole tensor in the dtype that is sent.
+            only: names of the server's parameters that are hashed; None: all.
         """
         target, part, num_parts = self.place(name)
         if only is not None and target not in only:
             return
+        # The caller may reuse the memory of a tensor that waits for other parts.
+        kept = tensor if num_parts == 1 else tensor.clone()
         parts = self._waiting.setdefault(target, {})
-        parts[part] = name, tensor if num_parts == 1 else tensor.clone()
-        if len(parts) == num_parts:
-            del self._waiting[target]
-            ordered = [parts[number] for number in range(num_parts)]
-            self.by_name[target] = [
-                self._hash(self._shard(ordered, rank)) for rank in range(self._tp)
-            ]
+        parts[part] = name, kept
+        if len(parts) < num_parts:
+            return
+
+        del self._waiting[target]
+        ordered = [parts[number] for number in range(num_parts)]
+        self.by_name[target] = [self._hash(self._shard(ordered, rank)) for rank in range(self._tp)]
 
     def place(self, name: str) -> tuple[str, int, int]:
-        """(server's parameter, index of the part, number of parts)"""
+        """(server's parameter, index of the part, number of parts) of a Hugging Face name."""
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             number = int(expert["expert"])
-            what = expert["what"]
-            if what == "down_proj":
-                return f"{expert['prefix']}.w2_weight", number, self._dims.num_experts
-            return (
-                f"{expert['prefix']}.w13_weight",
-                2 * number + (what == "up_proj"),
-                2 * self._dims.num_experts,
-            )
+            num_experts = self._dims.num_experts
+            match expert["module"]:
+                case "down_proj":
+                    return f"{expert['prefix']}.w2_weight", number, num_experts
+                case "gate_proj":
+                    return f"{expert['prefix']}.w13_weight", 2 * number, 2 * num_experts
+                case _:
+                    return f"{expert['prefix']}.w13_weight", 2 * number + 1, 2 * num_experts
+
         module = _MODULE.fullmatch(name)
         if module is not None and module["module"] in _FUSED:
             fused, part, num_parts = _FUSED[module["module"]]
-            return f"{module['prefix']}{fused}.{module['what']}", part, num_parts
+            return f"{module['prefix']}{fused}.{module['parameter']}", part, num_parts
         return name, 0, 1
 
     def check_complete(self) -> None:
         """Raises SyncError if a fused parameter lacks parts: the export was incomplete."""
         for target, parts in self._waiting.items():
-            num_parts = self.place(next(iter(parts.values()))[0])[2]
+            any_name, _ = next(iter(parts.values()))
+            _, _, num_parts = self.place(any_name)
             raise SyncError(
                 f"sync.verify: {target} got {len(parts)} of its {num_parts} parts in this export"
             )
 
     def _shard(self, fused: list[tuple[str, torch.Tensor]], rank: int) -> torch.Tensor:
+        """A tensor-parallel rank's part of the server's parameter, from the exported tensors."""
         parts = [self._slice(name, tensor, rank) for name, tensor in fused]
         name = fused[0][0]
         if _EXPERT.fullmatch(name) is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         if ".down_proj." in name:
             return torch.stack(parts)
-        return torch.stack([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)])
+        gates_and_ups = [torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        return torch.stack(gates_and_ups)
 
     def _slice(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         if "embed_tokens." in name or name.startswith("lm_head."):
-            missing = -len(tensor) % VOCAB_MULTIPLE
-            padded = (
-                torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-                if missing
-                else tensor
-            )
-            return padded.chunk(self._tp)[rank]
+            num_missing = -len(tensor) % VOCAB_MULTIPLE
+            if num_missing:
+                padding = tensor.new_zeros(num_missing, *tensor.shape[1:])
+                tensor = torch.cat([tensor, padding])
+            return tensor.chunk(self._tp)[rank]
         if self._tp == 1:
             return tensor
         if re.search(r"\.(k_proj|v_proj)\.", name):
+            # With more ranks than key-value heads, several ranks have the same head.
             num_shards = min(self._tp, self._dims.num_kv_heads)
             return tensor.chunk(num_shards)[rank * num_shards // self._tp]
         if re.search(r"\.(q_proj|gate_proj|up_proj)\.", name):
@@ -133,12 +154,17 @@ class ExpectedChecksums:
 def compare(
     url: str, expected: Mapping[str, list[str]], got: list[dict[str, str]], complete: bool
 ) -> int:
-    """Number of compared hashes, by parameter and tensor-parallel rank.
+    """Number of compared hashes, over parameters and tensor-parallel ranks.
 
-    Raises SyncError with the first that differ. With `complete` the server must have no parameter
-    beyond the expected ones.
+    Args:
+        url: the server's, for messages.
+        expected: the server's parameter name -> hash of each rank's part.
+        got: for each rank, parameter name -> hash that the server reports.
+        complete: whether a parameter of the server that is not expected is an error.
+
+    Raises:
+        SyncError: names the first hashes that differ.
     """
-    wrong: list[str] = []
     num_ranks = {len(hashes) for hashes in expected.values()}
     if num_ranks != {len(got)}:
         raise SyncError(
@@ -146,6 +172,8 @@ def compare(
             f"{sorted(num_ranks) or 'some parameters'}; sync.verify supports servers with tensor "
             "parallelism only, use verify=off with others"
         )
+
+    wrong: list[str] = []
     for rank, reported in enumerate(got):
         for name, hashes in expected.items():
             if name not in reported:
@@ -155,15 +183,12 @@ def compare(
         if complete:
             wrong += [f"{name} (never sent)" for name in reported if name not in expected]
     if wrong:
-        advice = (
-            "; check that rollout.dtype and model.path are those of the servers"
-            if len(wrong) >= len(expected)
-            else ""
-        )
+        advice = ""
+        if len(wrong) >= len(expected):
+            advice = "; check that rollout.dtype and model.path are those of the servers"
         raise SyncError(
             f"{url}: {len(wrong)} of {len(expected)} parameters differ from the export by the "
-            "server's checksums: "
-            f"{', '.join(wrong[:3])}{advice}"
+            f"server's checksums: {', '.join(wrong[:3])}{advice}"
         )
     return len(expected) * len(got)
 
@@ -173,8 +198,10 @@ def hash_for(device: str) -> Callable[[torch.Tensor], str]:
 
     Raises SyncError for an unknown device.
     """
-    if device in ("cpu", "cuda"):
-        return sha_hash if device == "cpu" else word_hash
+    if device == "cpu":
+        return sha_hash
+    if device == "cuda":
+        return word_hash
     raise SyncError(
         f"sync.verify: the hash of servers on device {device!r} is not supported; use verify=off"
     )
@@ -182,11 +209,13 @@ def hash_for(device: str) -> Callable[[torch.Tensor], str]:
 
 def sha_hash(tensor: torch.Tensor) -> str:
     """First 8 bytes of the SHA-256 of the tensor's bytes, as 16 hexadecimal digits."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).digest()[:8].hex()
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().data
+    return hashlib.sha256(data).digest()[:8].hex()
 
 
 _MASK = 0xFFFFFFFF
+_MASK64 = (1 << 64) - 1
 _TILE = 8192
 _SEED = 0x243F6A88
 _CHUNK_TILES = 2048
@@ -194,36 +223,48 @@ _CHUNK_TILES = 2048
 
 
 def word_hash(tensor: torch.Tensor) -> str:
-    """The hash that SGLang's CUDA servers report, 16 hexadecimal digits: each 32-bit word is mixed
-    with its position, summed within tiles of 8192 words, mixed again; the tiles' 64-bit values are
-    added and mixed. In int64, reduced to 32 bits.
+    """The hash that SGLang's CUDA servers report, as 16 hexadecimal digits.
+
+    Each 32-bit word is mixed with its position, summed within tiles of 8192 words, mixed again; the
+    tiles' 64-bit values are added and mixed. In int64, reduced to 32 bits.
     """
     words = as_words(tensor)
     num_words = words.numel()
     if num_words == 0:
         return f"{0:016x}"
-    seeds = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
+
+    num_bytes = num_words * 4
+    high_seed = _SEED
+    low_seed = ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK
     total = 0
-    for begin in range(0, num_words, _TILE * _CHUNK_TILES):
-        chunk = words[begin : begin + _TILE * _CHUNK_TILES].to(torch.int64) & _MASK
+    chunk_words = _TILE * _CHUNK_TILES
+    for begin in range(0, num_words, chunk_words):
+        chunk = words[begin : begin + chunk_words].to(torch.int64) & _MASK
         position = torch.arange(begin, begin + len(chunk), device=chunk.device)
-        halves = []
-        for factor, seed, turn in ((0x27D4EB2D, seeds[0], 15), (0x165667B1, seeds[1], 13)):
-            mixed = ((position * factor + seed) & _MASK) ^ (
-                ((position << turn) | (position >> (32 - turn))) & _MASK
-            )
-            mixed = _mix32(chunk ^ mixed)
-            tiles = (
-                torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).reshape(-1, _TILE).sum(1)
-                & _MASK
-            )
-            halves.append(_mix32(tiles ^ (num_words * 4 & _MASK)))
+        high = _tile_hashes(chunk ^ _key(position, 0x27D4EB2D, high_seed, 15), num_bytes)
+        low = _tile_hashes(chunk ^ _key(position, 0x165667B1, low_seed, 13), num_bytes)
         # Sums of halves stay below 2**63; Python's integers add the carry of the low half.
-        total += (int(halves[0].sum()) << 32) + int(halves[1].sum())
+        total += (int(high.sum()) << 32) + int(low.sum())
     return f"{_mix64(total):016x}"
 
 
+def _key(position: torch.Tensor, factor: int, seed: int, turn: int) -> torch.Tensor:
+    """The 32 bits that a word at each position is mixed with, as int64."""
+    scaled = (position * factor + seed) & _MASK
+    rotated = ((position << turn) | (position >> (32 - turn))) & _MASK
+    return scaled ^ rotated
+
+
+def _tile_hashes(words: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Hash of each tile of 8192 words, int64 [tiles], below 2**32."""
+    mixed = _mix32(words)
+    padded = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE))
+    sums = padded.reshape(-1, _TILE).sum(1) & _MASK
+    return _mix32(sums ^ (num_bytes & _MASK))
+
+
 def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """The finalizer of MurmurHash3 for 32 bits, on int64."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & _MASK
     x = x ^ (x >> 13)
@@ -232,8 +273,8 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mix64(x: int) -> int:
-    mask = (1 << 64) - 1
-    x &= mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    """The finalizer of SplitMix64."""
+    x &= _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)

@@ -1,5 +1,6 @@
-"""Updates the weights of SGLang servers, in an order that prevents samples of mixed or unverified
-weights:
+"""Updates the weights of SGLang servers without samples of mixed or unverified weights.
+
+The order of the calls to one server:
 
     pause        the server samples no more tokens
     mark         `weight_version` becomes a text that no client accepts
@@ -30,7 +31,7 @@ from pacs_megatron.errors import PacsError, RolloutError, SyncError
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.sglang.api import (
     FRESH_VERSION,
-    ServerRefusedError,
+    ServerRejectedError,
     SglangApi,
     WeightVersion,
     updating_version,
@@ -47,8 +48,9 @@ from pacs_megatron.sglang.weights.transports import (
 logger = logging.getLogger(__name__)
 
 SAMPLE_SIZE = 8
-"""Number of parameters that `verify: sample` compares in an update; a server's first update
-compares all.
+"""Number of parameters that `verify: sample` compares in an update.
+
+A server's first update compares all.
 """
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
@@ -56,21 +58,26 @@ FLUSH_WAIT_S = 0.25
 
 @dataclass(slots=True, kw_only=True)
 class SyncReport:
-    """Result of one update: bytes sent to each server, wall-clock seconds, checksums compared over
-    all servers, urls of servers with the new weights, and the reasons of the others by url.
-    """
+    """Result of one update."""
 
     version: int
     digest: str = ""
     num_bytes: int = 0
+    """bytes sent to each server"""
     seconds: float = 0.0
+    """wall-clock seconds"""
     verified: int = 0
+    """checksums compared over all servers"""
     updated: tuple[str, ...] = ()
+    """urls of the servers with the new weights"""
     failed: dict[str, str] = field(default_factory=dict)
+    """url -> reason, of the other servers"""
 
 
 @dataclass(slots=True)
 class _Target:
+    """A server that receives updates."""
+
     api: SglangApi
     expected: ExpectedChecksums | None = None
     num_equal: int = 0
@@ -79,15 +86,22 @@ class _Target:
 
 
 class ServerSync:
-    """A `WeightReceiver` that updates every server of `set_targets`; `report` is the last update's
-    result.
+    """A `WeightReceiver` that updates every server of `set_targets`.
+
+    `report` is the result of the last update.
     """
 
     def __init__(
         self, options: SglangRollout, dims: ModelDims, transport: Transport, bucket: Bucket
     ) -> None:
-        """Floating-point tensors are cast to `options.dtype` before they are sent; FP8 blocks are
-        not verified.
+        """Nothing is sent before the first update.
+
+        Args:
+            options: floating-point tensors are cast to `dtype` before they are sent. With
+                `sync.quantize`, FP8 blocks are not verified.
+            dims: of the model, for the servers' checksums.
+            transport: sends buckets to servers.
+            bucket: buffer for the weights of one send.
         """
         self._sync = options.sync
         self._probe_timeout_s = min(options.dead_after_s, options.sync.timeout_s)
@@ -98,10 +112,13 @@ class ServerSync:
         self._transport = transport
         self._bucket = bucket
         self._targets: dict[str, _Target] = {}
+        """url -> server"""
         self._live: dict[str, _Target] = {}
+        """url -> server that did not fail in this update"""
         self._names: tuple[str, ...] = ()
-        """servers' parameter names, known after the first verified update"""
+        """servers' parameter names, empty before the first verified update"""
         self._sample: frozenset[str] | None = None
+        """names that this update compares; None: all"""
         self._expected: dict[tuple[int, str], ExpectedChecksums] = {}
         """by (tensor-parallel size, device), because equal servers have equal hashes"""
         self._released: dict[str, set[str]] = {}
@@ -110,8 +127,9 @@ class ServerSync:
         self.report = SyncReport(version=-1)
 
     def set_targets(self, apis: Sequence[SglangApi]) -> None:
-        """Sets the servers of the next update: all servers that are not DEAD, or only those that
-        missed an update.
+        """Sets the servers of the next update.
+
+        All servers that are not DEAD, or only those that missed an update.
         """
         self._targets = {api.url: self._targets.get(api.url, _Target(api)) for api in apis}
 
@@ -124,14 +142,17 @@ class ServerSync:
         self._expected = {}
         self._transport.start(version)
         self._each(lambda target: self._open(target, version))
-        self._sample = None
-        if (
-            self._sync.verify == "sample"
-            and self._names
-            and all(one.is_verified for one in self._live.values())
-        ):
-            chosen = random.Random(version).sample(self._names, min(SAMPLE_SIZE, len(self._names)))
-            self._sample = frozenset(chosen)
+        self._sample = self._choose_sample(version)
+
+    def _choose_sample(self, version: int) -> frozenset[str] | None:
+        """Names of the parameters that this update compares; None: all."""
+        if self._sync.verify != "sample" or not self._names:
+            return None
+        if not all(target.is_verified for target in self._live.values()):
+            return None
+        size = min(SAMPLE_SIZE, len(self._names))
+        generator = random.Random(version)  # noqa: S311  # not a secret
+        return frozenset(generator.sample(self._names, size))
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Adds one weight under its Hugging Face name; sends the bucket when full.
@@ -163,6 +184,7 @@ class ServerSync:
         self._each(lambda target: self._close(target, digest))
         if self._sample is None and self._sync.verify != "off":
             self._names = tuple(next(iter(self._expected.values())).by_name)
+
         report = self.report
         report.verified = sum(
             target.num_equal for target in self._live.values() if target.expected is not None
@@ -170,17 +192,22 @@ class ServerSync:
         report.digest = digest
         report.updated = tuple(self._live)
         report.seconds = time.monotonic() - self._began
-        text = "weights %d: %d bytes to %d servers in %.2f s, %d checksums equal"
         logger.info(
-            text, report.version, report.num_bytes, len(self._live), report.seconds, report.verified
+            "weights %d: %d bytes to %d servers in %.2f s, %d checksums equal",
+            report.version,
+            report.num_bytes,
+            len(self._live),
+            report.seconds,
+            report.verified,
         )
 
     def close(self) -> None:
         self._transport.close()
 
     def release_memory(self) -> None:
-        """Makes colocated servers release weights and KV cache before a training step; marks them
-        as during an update. The next update restores both.
+        """Makes colocated servers release weights and KV cache before a training step.
+
+        Marks them as during an update. The next update restores both.
         """
         self._live = dict(self._targets)
         self._each(self._release)
@@ -196,14 +223,16 @@ class ServerSync:
         self._released[api.url] = {"kv_cache", "weights"}
 
     def _take_back(self, api: SglangApi, tag: Literal["kv_cache", "weights"]) -> None:
+        """Gives memory that the server has released back to it."""
         if tag in self._released.get(api.url, ()):
             api.post("/resume_memory_occupation", {"tags": [tag]})
             self._released[api.url].discard(tag)
 
     def _open(self, target: _Target, version: int) -> None:
+        """Pauses, marks and connects one server."""
         api = target.api
         sync = self._sync
-        kind = api.placement(self._probe_timeout_s)
+        placement = api.placement(self._probe_timeout_s)
         if api.weight_version() == FRESH_VERSION:
             # A (re)started server has its memory allocated, and its earlier process groups no
             # longer exist.
@@ -213,60 +242,68 @@ class ServerSync:
         api.post("/pause_generation", {"mode": sync.pause}, sync.timeout_s)
         api.set_weight_version(updating_version(version))
         self._take_back(api, "weights")
+
         target.expected = None
         if sync.verify != "off":
-            made = ExpectedChecksums(self._dims, kind[0], hash_for(kind[1]))
-            target.expected = self._expected.setdefault(kind, made)
+            tp, device = placement
+            made = ExpectedChecksums(self._dims, tp, hash_for(device))
+            # `setdefault`, because several threads open servers at once.
+            target.expected = self._expected.setdefault(placement, made)
         self._transport.join(api)
 
     def _close(self, target: _Target, digest: str) -> None:
+        """Verifies and resumes one server, in the order of this module's docstring."""
         api = target.api
         self._transport.finish(api)
         if target.expected is not None:
-            target.expected.check_complete()
-            skip = (
-                ()
-                if self._sample is None
-                else [name for name in self._names if name not in self._sample]
-            )
-            got = api.checksums(skip, self._sync.timeout_s)
-            is_complete = self._sample is None and not self._quantizes
-            target.num_equal = compare(api.url, target.expected.by_name, got, is_complete)
-            target.is_verified = target.is_verified or self._sample is None
+            self._verify(target, target.expected)
         self._take_back(api, "kv_cache")
         _flush_cache(api, required=self._sync.pause != "in_place")
+
         version = self.report.version
-        mark = updating_version(self.report.version)
+        mark = updating_version(version)
         reported = api.weight_version()
         if reported != mark:
             raise RolloutError(
-                f"{api.url} reports weights {reported!r} at the end of the update to {version}: it "
-                "was restarted meanwhile, or another run updates it"
+                f"{api.url} reports weights {reported!r} at the end of the update to {version}: "
+                "it was restarted meanwhile, or another run updates it"
             )
         api.set_weight_version(str(WeightVersion(version, digest)))
         try:
             api.post("/continue_generation", {})
         except RolloutError:
-            api.set_weight_version(
-                mark
-            )  # otherwise the fleet treats it as current, although it is paused
+            # Otherwise the fleet treats it as current, although it is paused.
+            api.set_weight_version(mark)
             raise
 
+    def _verify(self, target: _Target, expected: ExpectedChecksums) -> None:
+        expected.check_complete()
+        skip: list[str] = []
+        if self._sample is not None:
+            skip = [name for name in self._names if name not in self._sample]
+        got = target.api.checksums(skip, self._sync.timeout_s)
+        is_complete = self._sample is None and not self._quantizes
+        target.num_equal = compare(target.api.url, expected.by_name, got, is_complete)
+        if self._sample is None:
+            target.is_verified = True
+
     def _flush(self) -> None:
-        if self._bucket.tensors:
-            if self._bucket.data.is_cuda:
-                # Completes the bucket before other threads read it.
-                torch.cuda.current_stream().synchronize()
-            self._transport.prepare(self._bucket)
-            self._each(lambda target: self._transport.send(target.api, self._bucket))
-            self._bucket.clear()
+        """Sends the bucket to all live servers."""
+        if not self._bucket.tensors:
+            return
+        if self._bucket.data.is_cuda:
+            # Completes the bucket before other threads read it.
+            torch.cuda.current_stream().synchronize()
+        self._transport.prepare(self._bucket)
+        self._each(lambda target: self._transport.send(target.api, self._bucket))
+        self._bucket.clear()
 
     def _each(self, action: Callable[[_Target], None]) -> None:
         """Runs `action` for all live servers concurrently; servers that fail leave this update."""
         if self._live:
             with ThreadPoolExecutor(len(self._live), "weight-sync") as pool:
-                waiting = {url: pool.submit(action, target) for url, target in self._live.items()}
-            for url, result in waiting.items():
+                results = {url: pool.submit(action, target) for url, target in self._live.items()}
+            for url, result in results.items():
                 try:
                     result.result()
                 except PacsError as error:
@@ -289,9 +326,9 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
     sync = options.sync
     if sync.folder is not None:
         run = folder.absolute().parent
-        folder = (
-            Path(sync.folder) / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
-        )
+        run_hash = hashlib.sha256(str(run).encode()).hexdigest()[:8]
+        folder = Path(sync.folder) / f"{run.name}-{run_hash}"
+
     transport: Transport
     match sync.transport:
         case "disk":
@@ -300,9 +337,8 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
             transport = BroadcastTransport(sync.host, sync.timeout_s)
         case "ipc":
             transport = IpcTransport(sync.timeout_s)
-    dims = ModelDims(
-        num_kv_heads=spec.num_kv_heads, num_experts=0 if spec.moe is None else spec.moe.num_experts
-    )
+    num_experts = 0 if spec.moe is None else spec.moe.num_experts
+    dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=num_experts)
     return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
 
 
@@ -315,7 +351,7 @@ def _flush_cache(api: SglangApi, required: bool) -> None:
         try:
             api.post("/flush_cache", {})
             return
-        except ServerRefusedError as error:
+        except ServerRejectedError as error:
             if not required:
                 return
             if attempt == FLUSH_TRIES - 1:

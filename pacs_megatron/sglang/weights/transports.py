@@ -33,18 +33,19 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.multiprocessing import reductions
 
 from pacs_megatron.errors import SyncError
-from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
+from pacs_megatron.sglang.api import ServerRejectedError, SglangApi
 from pacs_megatron.sglang.weights.bucket import Bucket
 
 T = TypeVar("T")
 Kind = Literal["nccl", "gloo"]
 KEEP = {"flush_cache": False, "abort_all_requests": False}
 CUDA_ARG_DEVICE = 6
-"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`; SGLang expects a GPU's
-UUID there.
+"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`.
+
+SGLang expects a GPU's UUID there.
 """
 GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""The constructor of an NCCL group reads it.
+"""Environment that the constructor of an NCCL group reads.
 
 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a broadcast, the group's
 watchdog aborts the group only. The default would end the whole process, rank 0.
@@ -111,13 +112,14 @@ class DiskTransport(Transport):
     def __init__(self, folder: Path, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self._folder = folder.absolute()
-        self.path = self._partial = self._folder / "v-1"
+        self.path = self._folder / "v-1"
         """folder of the current version, also during the write"""
+        self._partial = self.path
         self._shards: dict[str, str] = {}
         """tensor -> file"""
 
     def start(self, version: int) -> None:
-        self._remove_others({self.path.name, f"v{version}"})
+        self._remove_all_but({self.path.name, f"v{version}"})
         self.path = self._folder / f"v{version}"
         self._partial = self._folder / f"v{version}.partial"
         self._shards = {}
@@ -125,10 +127,12 @@ class DiskTransport(Transport):
             self._partial.mkdir(parents=True)
 
     def prepare(self, bucket: Bucket) -> None:
-        name = f"model-{len(set(self._shards.values())) + 1:05d}.safetensors"
+        num_files = len(set(self._shards.values()))
+        file_name = f"model-{num_files + 1:05d}.safetensors"
         with _disk_errors(self._partial):
-            save_file({key: tensor.cpu() for key, tensor in bucket.tensors}, self._partial / name)
-        self._shards |= {key: name for key, _ in bucket.tensors}
+            tensors = {name: tensor.cpu() for name, tensor in bucket.tensors}
+            save_file(tensors, self._partial / file_name)
+        self._shards |= {name: file_name for name, _ in bucket.tensors}
 
     def commit(self) -> None:
         with _disk_errors(self._partial):
@@ -136,36 +140,35 @@ class DiskTransport(Transport):
             (self._partial / "model.safetensors.index.json").write_text(index)
             shutil.rmtree(self.path, ignore_errors=True)
             self._partial.replace(self.path)
-        self._remove_others({self.path.name})
+        self._remove_all_but({self.path.name})
 
-    def _remove_others(self, kept: set[str]) -> None:
+    def _remove_all_but(self, names: set[str]) -> None:
         """Removes all other versions, also partial and later ones of a killed attempt."""
-        for old in self._folder.glob("v*"):
-            if re.fullmatch(r"v\d+(\.partial)?", old.name) and old.name not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+        for folder in self._folder.glob("v*"):
+            if re.fullmatch(r"v\d+(\.partial)?", folder.name) and folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def join(self, api: SglangApi) -> None:
         """Opens no session, because the server loads the folder itself."""
 
     def finish(self, api: SglangApi) -> None:
-        body = {
-            "model_path": str(self.path),
-            "load_format": "auto",
-            **KEEP,
-        }  # the server's start may have set `dummy`
+        # `auto`, because the server's start may have set `dummy`.
+        body = {"model_path": str(self.path), "load_format": "auto", **KEEP}
         api.post("/update_weights_from_disk", body, self._timeout_s)
 
     def close(self) -> None:
-        """Removes all versions: the servers have loaded them, and a restarted server loads its
-        model path.
+        """Removes all versions.
+
+        The servers have loaded them, and a restarted server loads its model path.
         """
-        self._remove_others(set())
+        self._remove_all_but(set())
 
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Converts errors of a full or missing disk to a SyncError that names the folder; removes the
-    partial version.
+    """Converts errors of a full or missing disk to a SyncError that names the folder.
+
+    Removes the partial version.
     """
     try:
         yield
@@ -175,15 +178,13 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def _in_thread(action: Callable[[], T]) -> Future[T]:
-    """Runs `action` in a daemon thread, so that a blocked call does not delay the end of the
-    process.
-    """
+    """Runs `action` in a daemon thread: a blocked call does not delay the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # `result` raises it
+        except BaseException as error:  # noqa: BLE001  # `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="weight-sync", daemon=True).start()
@@ -192,8 +193,9 @@ def _in_thread(action: Callable[[], T]) -> Future[T]:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group (gloo or NCCL) of this process, its rank 0, and the tensor-parallel ranks of
-    one server.
+    """A process group (gloo or NCCL) of this process and the tensor-parallel ranks of one server.
+
+    This process is rank 0.
     """
 
     name: str
@@ -202,11 +204,13 @@ class _Group:
     store: TCPStore | None
 
     def end(self) -> None:
-        """Aborts the group in a thread: a gloo group's destructor blocks until its broken broadcast
-        times out.
+        """Aborts the group in a thread.
+
+        A gloo group's destructor blocks until its broken broadcast times out.
         """
         held = [self.backend, self.store]
-        self.backend = self.store = None
+        self.backend = None
+        self.store = None
 
         def give_up() -> None:
             held[0].abort()
@@ -243,14 +247,14 @@ class BroadcastTransport(Transport):
             "load_format": "flattened_bucket",
             **KEEP,
         }
-        call = _in_thread(
+        request = _in_thread(
             lambda: api.post("/update_weights_from_distributed", body, self._timeout_s)
         )
-        sent = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
+        broadcast = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
         try:
-            call.result()  # first: a server that rejects the request never joins the broadcast
-            sent.result(self._timeout_s)
-        except (ServerRefusedError, RuntimeError, TimeoutError) as error:
+            request.result()  # first: a server that rejects the request never joins the broadcast
+            broadcast.result(self._timeout_s)
+        except (ServerRejectedError, RuntimeError, TimeoutError) as error:
             advice = self._advice(str(error)) if group.kind == "nccl" else ""
             raise SyncError(
                 f"{api.url}: broadcast failed: {str(error) or 'timeout'}{advice}"
@@ -258,29 +262,31 @@ class BroadcastTransport(Transport):
 
     @staticmethod
     def _advice(error: str) -> str:
-        """NCCL compares versions at the first broadcast of a group (its init.cc).
+        """Advice about different NCCL versions, as the end of a message.
 
-        The server's error has its version, from torch (`NCCL version 2.30.7`) or NCCL (`rank 1
-        version 23007`).
+        NCCL compares versions at the first broadcast of a group (its init.cc). The server's error
+        has its version, from torch (`NCCL version 2.30.7`) or NCCL (`rank 1 version 23007`).
         """
         ours = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found = set(re.findall(r"NCCL version (\d+\.\d+\.\d+)", error))
-        codes = (int(code) for code in re.findall(r"rank \d+ version (\d+)", error))
-        found |= {f"{code // 10000}.{code // 100 % 100}.{code % 100}" for code in codes}
-        theirs = " and ".join(sorted(found - {ours}))
-        servers = (
-            f"the server has NCCL {theirs}"
-            if theirs
-            else "the server needs the same (`pacs-megatron preflight`)"
-        )
+        versions = set(re.findall(r"NCCL version (\d+\.\d+\.\d+)", error))
+        for text in re.findall(r"rank \d+ version (\d+)", error):
+            code = int(text)
+            versions.add(f"{code // 10000}.{code // 100 % 100}.{code % 100}")
+
+        theirs = " and ".join(sorted(versions - {ours}))
+        servers = "the server needs the same (`pacs-megatron preflight`)"
+        if theirs:
+            servers = f"the server has NCCL {theirs}"
         return (
             f"; the trainer has NCCL {ours} (torch {torch.__version__}), {servers}; use one torch "
             "on both sides, or rollout.sync.transport=disk"
         )
 
     def _broadcast(self, backend: Any, data: torch.Tensor) -> None:
-        """NCCL connects to its peers inside the first call, without a timeout: call it in a daemon
-        thread.
+        """Sends the bucket to the server's ranks.
+
+        Call it in a daemon thread: NCCL connects to its peers inside the first call, without a
+        timeout.
         """
         backend.broadcast([data], dist.BroadcastOptions()).wait(timedelta(seconds=self._timeout_s))
 
@@ -295,11 +301,32 @@ class BroadcastTransport(Transport):
         self._groups.clear()
 
     def _connect(self, api: SglangApi) -> _Group:
+        """A new group with the ranks of one server, which joins at the same time."""
         tp, device = api.placement()
         num_ranks = 1 + tp
         kind: Kind = "gloo" if device == "cpu" else "nccl"
         name = f"pacs-{uuid.uuid4().hex[:12]}"  # unique: the server may still have a broken group
-        limit = timedelta(seconds=self._timeout_s)
+        port, store = self._listen(num_ranks)
+        body = {
+            "master_address": self._host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+            "group_name": name,
+            "backend": kind,
+        }
+        request = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
+        backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
+        request.result()  # first: a server that rejects the request never joins the rendezvous
+        try:
+            return _Group(name, kind, backend.result(self._timeout_s), store)
+        except (RuntimeError, TimeoutError) as error:
+            raise SyncError(
+                f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}"
+            ) from error
+
+    def _listen(self, num_ranks: int) -> tuple[int, TCPStore]:
+        """(port, store of a group) that listens on `host` only."""
         try:
             listener = socket.create_server((self._host, 0))
             port = listener.getsockname()[1]
@@ -308,7 +335,7 @@ class BroadcastTransport(Transport):
                 port,
                 num_ranks,
                 True,
-                limit,
+                timedelta(seconds=self._timeout_s),
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
@@ -317,25 +344,13 @@ class BroadcastTransport(Transport):
                 f"rollout.sync.host={self._host}: not an address of this host that can listen "
                 f"({error}); set one that servers can reach"
             ) from error
-        body = {
-            "master_address": self._host,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": num_ranks,
-        }
-        body |= {"group_name": name, "backend": kind}
-        call = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
-        backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
-        call.result()  # first: a server that rejects the request never joins the rendezvous
-        try:
-            return _Group(name, kind, backend.result(self._timeout_s), store)
-        except (RuntimeError, TimeoutError) as error:
-            raise SyncError(
-                f"{api.url}: no {kind} group within {self._timeout_s:g} s: {error}"
-            ) from error
+        return port, store
 
     def _new_backend(self, kind: Kind, name: str, num_ranks: int, store: TCPStore) -> Any:
-        """Rank 0 of the group; key prefixes as `torch.distributed` forms them on the server's side."""
+        """Rank 0 of the group.
+
+        Key prefixes are those that `torch.distributed` forms on the server's side.
+        """
         limit = timedelta(seconds=self._timeout_s)
         device = "cuda" if kind == "nccl" else "cpu"
         prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -351,10 +366,9 @@ class BroadcastTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """Shared memory of this host:
+    """Shared memory of this host: CUDA IPC handles, or shared-memory files of CPU tensors.
 
-    CUDA IPC handles of GPU tensors, shared-memory files of CPU tensors. Servers copy from the
-    bucket, which exists until every server has responded.
+    Servers copy from the bucket, which exists until every server has responded.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -383,20 +397,17 @@ class IpcTransport(Transport):
             ) from error
 
     def send(self, api: SglangApi, bucket: Bucket) -> None:
-        payloads = self._payloads[api.url]
-        api.post(
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": payloads, **KEEP},
-            self._timeout_s,
-        )
+        body = {"serialized_named_tensors": self._payloads[api.url], **KEEP}
+        api.post("/update_weights_from_tensor", body, self._timeout_s)
 
     def forget(self, api: SglangApi) -> None:
         self._tp.pop(api.url, None)
 
 
 def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Base64 payload of `/update_weights_from_tensor`: memory handles, pickled for the server's
-    restricted unpickler. The trainer unpickles nothing.
+    """Base64 payload of `/update_weights_from_tensor`: memory handles, pickled.
+
+    The server reads them with a restricted unpickler. The trainer unpickles nothing.
     """
     buffer = io.BytesIO()
     with _shared_files():
@@ -405,22 +416,26 @@ def shared_memory_payload(tensors: list[tuple[str, torch.Tensor]]) -> str:
 
 
 class _HandlePickler(ForkingPickler):
-    """torch's own reductions, with a GPU's UUID instead of its number, which differs between
-    processes.
+    """torch's own reductions, with a GPU's UUID instead of its number.
+
+    The number differs between processes.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
             return NotImplemented
-        function, args = reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
-        device = str(torch.cuda.get_device_properties(obj.device).uuid)
-        return function, (*args[:CUDA_ARG_DEVICE], device, *args[CUDA_ARG_DEVICE + 1 :])
+        function, arguments = reductions.reduce_tensor(obj)  # type: ignore[no-untyped-call]
+        uuid_text = str(torch.cuda.get_device_properties(obj.device).uuid)
+        before = arguments[:CUDA_ARG_DEVICE]
+        after = arguments[CUDA_ARG_DEVICE + 1 :]
+        return function, (*before, uuid_text, *after)
 
 
 @contextmanager
 def _shared_files() -> Iterator[None]:
-    """Shares CPU memory by file name, because file descriptors can be passed to child processes
-    only.
+    """Shares CPU memory by file name.
+
+    File descriptors can be passed to child processes only.
     """
     before = torch_mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
     torch_mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ import pytest
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.runtime.processes import start_ticks
 from pacs_megatron.sglang import guard as sglang_guard
-from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
+from pacs_megatron.sglang.api import ServerRejectedError, SglangApi
 from tests.integration.sglang.conftest import START_S
 from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.servers.fleet_run import FleetRun
@@ -141,7 +141,7 @@ def _check_running(pids: list[int], url: str) -> None:
     }
     assert listening == {"127.0.0.1"}
     for key in (None, "another"):
-        with pytest.raises(ServerRefusedError, match="HTTP 401"):
+        with pytest.raises(ServerRejectedError, match="HTTP 401"):
             SglangApi(url=url, api_key=key).call("/generate", {"input_ids": [1]})
     assert SglangApi(url=url, api_key=KEY).placement() == (1, "cpu")
     for pid in pids:

@@ -205,9 +205,9 @@ def test_errors_keep_their_name_and_exit_code_across_processes() -> None:
     assert isinstance(named_error("CheckpointError", "x"), CheckpointError)
     assert named_error("DataError", "x").exit_code == ExitCode.MISCONFIGURED
     assert type(named_error("no such error", "x")) is PacsError
-    from pacs_megatron.sglang.api import ServerRefusedError
+    from pacs_megatron.sglang.api import ServerRejectedError
 
-    assert type(named_error(ServerRefusedError.__name__, "x")) is RolloutError
+    assert type(named_error(ServerRejectedError.__name__, "x")) is RolloutError
 
 
 def test_a_driver_that_dies_is_named_with_its_log(tmp_path: Path) -> None:

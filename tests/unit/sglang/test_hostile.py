@@ -22,7 +22,7 @@ from pacs_megatron.sglang import client as sglang_client
 from pacs_megatron.sglang import fleet
 from pacs_megatron.sglang.api import (
     BadControlResponseError,
-    ServerRefusedError,
+    ServerRejectedError,
     ServerUnreachableError,
     SglangApi,
 )
@@ -447,7 +447,7 @@ def test_a_wrong_key_names_the_option() -> None:
     with FakeSglang(api_key="sesame") as fake:
         for key in (None, "open"):
             with pytest.raises(
-                ServerRefusedError, match=r"HTTP 401.*see rollout\.api_key_env"
+                ServerRejectedError, match=r"HTTP 401.*see rollout\.api_key_env"
             ) as caught:
                 SglangApi(url=fake.url, api_key=key).weight_version()
             assert "open" not in str(caught.value)

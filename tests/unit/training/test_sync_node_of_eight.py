@@ -24,7 +24,7 @@ from pacs_megatron.errors import SyncError
 from pacs_megatron.rollout import driver as driver_module
 from pacs_megatron.rollout import driver_client
 from pacs_megatron.sglang.api import SglangApi
-from pacs_megatron.sglang.build import _feeder, devices_of, server_specs, trainer_rank_of
+from pacs_megatron.sglang.build import _sending_rank, devices_of, server_specs, trainer_rank_of
 from pacs_megatron.sglang.weights import transports
 from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import ModelDims
@@ -80,7 +80,9 @@ class Run:
         ]
         # As in the driver, for managed servers and for the ones of rollout nodes.
         ranks = [
-            trainer_rank_of(visible, []) if transport == "ipc" else _feeder(self.rollout, index)
+            trainer_rank_of(visible, [])
+            if transport == "ipc"
+            else _sending_rank(self.rollout, index)
             for index, visible in enumerate(devices)
         ]
         alive = [(server.url, rank) for server, rank in zip(self.servers, ranks, strict=True)]

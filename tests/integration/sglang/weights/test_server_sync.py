@@ -14,7 +14,7 @@ import torch
 
 from pacs_megatron.contracts import Sample
 from pacs_megatron.errors import SyncError
-from pacs_megatron.sglang.api import ServerRefusedError, SglangApi
+from pacs_megatron.sglang.api import ServerRejectedError, SglangApi
 from pacs_megatron.sglang.fleet import Health
 from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.training.push import push
@@ -266,8 +266,8 @@ def test_servers_without_sessions_are_known_by_their_404(lab: Lab) -> None:
     assert api.begin_weight_update() is True
     assert api.begin_weight_update() is True  # an open one is closed and opened again
     api.end_weight_update()
-    with pytest.raises(ServerRefusedError, match="HTTP 400"):
+    with pytest.raises(ServerRejectedError, match="HTTP 400"):
         api.end_weight_update()
-    with pytest.raises(ServerRefusedError) as refused:
+    with pytest.raises(ServerRejectedError) as refused:
         api.call("/begin_weight_update_of_old_servers", {})
     assert refused.value.status == 404
