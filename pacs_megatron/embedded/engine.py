@@ -1,5 +1,6 @@
-"""The embedded rollout engine: sampling inside the ranks with Hugging Face `transformers`, for a
-laptop and for tests.
+"""The embedded rollout engine, for a laptop and for tests.
+
+It samples inside the ranks with Hugging Face `transformers`.
 
 Results are the same for any number of ranks, bit for bit. Requests are cut, in the given order,
 into chunks of `batch_sequences`. Chunk i belongs to rank i % num_ranks and has the same shapes on
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,18 +48,22 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, model_path: str) -> Vocabulary:
-        """From a `transformers` tokenizer: its end tokens and those of the folder's
-        generation_config.json.
+        """The vocabulary of a `transformers` tokenizer.
 
-        Raises DataError if there is no end token.
+        Its end tokens are those of the tokenizer and of the folder's generation_config.json.
+
+        Raises:
+            DataError: there is no end token.
         """
         eos = stop_token_ids(tokenizer, model_path)
         pad = tokenizer.pad_token_id
-        return cls(
-            eos_token_ids=frozenset(eos),
-            pad_token_id=eos[0] if pad is None else int(pad),
-            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
-        )
+        if pad is None:
+            pad = eos[0]
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+        return cls(eos_token_ids=frozenset(eos), pad_token_id=int(pad), decode=decode)
 
 
 @dataclass(slots=True)
@@ -76,13 +81,29 @@ class _Rows:
     """int64 [b, 1], of the next token"""
 
     def keep(self, alive: torch.Tensor) -> None:
-        """Drops all rows but `alive` (int64, increasing)."""
+        """Drops all other rows.
+
+        Args:
+            alive: int64 [rows to keep], increasing.
+        """
         self.sampler.keep(alive)
         self.stops.keep(alive)
         self.cache.batch_select_indices(alive)
         self.number = self.number[alive]
         self.mask = self.mask[alive]
         self.positions = self.positions[alive]
+
+
+class _Decoded(NamedTuple):
+    """The responses of a chunk, on the host; zeros beyond a row's length."""
+
+    tokens: np.ndarray
+    """int32 [rows, max_tokens]"""
+    logprobs: np.ndarray
+    """float32 [rows, max_tokens], nats"""
+    lengths: np.ndarray
+    """int64 [rows]"""
+    stops: list[Stop]
 
 
 class EmbeddedEngine(WeightInbox):
@@ -103,9 +124,18 @@ class EmbeddedEngine(WeightInbox):
         num_ranks: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`rank` of `num_ranks` samples every num_ranks-th chunk.
+        """Builds the module, without weights.
 
-        Raises RolloutError for an unusable config.json.
+        Args:
+            model_path: Hugging Face folder with a config.json.
+            options: chunk size and dtype.
+            vocabulary: of the tokenizer.
+            rank: this process samples the chunks rank, rank + num_ranks, ...
+            num_ranks: number of processes that sample together.
+            device: of the module.
+
+        Raises:
+            RolloutError: the config.json is not usable.
         """
         self._options = options
         self._vocabulary = vocabulary
@@ -122,21 +152,29 @@ class EmbeddedEngine(WeightInbox):
     ) -> Iterator[Sample]:
         """This rank's samples, chunk after chunk; exactly one for each request of its chunks.
 
-        All have the same parameters.
+        Only whole chunks are yielded, so the remaining ones have the same requests, and the same
+        bits, after a resume.
 
-        Calls `should_stop` at every token; if it is true, raises Interrupted and drops the
-        unfinished chunk. Only whole chunks are yielded, so the remaining ones have the same
-        requests, and the same bits, after a resume. Raises RolloutError before the first sample: no
-        complete weights, a repeated id, a prompt that is empty, too long for the model or outside
-        its vocabulary. Raises RolloutError for non-finite logits.
+        Args:
+            requests: those of all ranks, in the same order on every rank, with the same parameters.
+            should_stop: called at every token.
+
+        Raises:
+            Interrupted: `should_stop` returned true; the unfinished chunk is dropped.
+            RolloutError: before the first sample, if there are no complete weights, an id is
+                repeated, or a prompt is empty, too long for the model or outside its vocabulary.
+                Later, if logits are not finite.
         """
         self._check(requests)
         size = self._options.batch_sequences
-        chunks = [requests[start : start + size] for start in range(0, len(requests), size)]
-        for chunk in chunks[self._rank :: self._num_ranks]:
+        first = self._rank * size
+        stride = self._num_ranks * size
+        for start in range(first, len(requests), stride):
+            chunk = requests[start : start + size]
             yield from self._generate(chunk, should_stop)
 
     def _check(self, requests: Sequence[SampleRequest]) -> None:
+        """Raises RolloutError if the engine cannot sample from all requests."""
         if self.version is None:
             raise RolloutError(
                 "the embedded engine has no complete set of weights to sample from; finish an "
@@ -151,10 +189,12 @@ class EmbeddedEngine(WeightInbox):
                 )
             seen.add(request.id)
             check_request(request, vocab)
-            if len(request.token_ids) + request.params.max_response_tokens > self._max_context:
+            prompt_len = len(request.token_ids)
+            max_tokens = request.params.max_response_tokens
+            if prompt_len + max_tokens > self._max_context:
                 raise RolloutError(
-                    f"sample {request.id}: {len(request.token_ids)} prompt tokens + "
-                    f"max_tokens={request.params.max_response_tokens} exceed the model's context "
+                    f"sample {request.id}: {prompt_len} prompt tokens + "
+                    f"max_tokens={max_tokens} exceed the model's context "
                     f"of {self._max_context}; lower max_response_tokens or max_prompt_tokens"
                 )
 
@@ -166,73 +206,74 @@ class EmbeddedEngine(WeightInbox):
         with torch.inference_mode():
             rows, logits = self._prefill(chunk)
             max_tokens = chunk[0].params.max_response_tokens
-            tokens, logprobs, lengths, stops = self._decode(rows, logits, max_tokens, should_stop)
-        if not np.isfinite(logprobs).all():
-            bad = chunk[int(np.argmax(~np.isfinite(logprobs).all(axis=1)))]
+            decoded = self._decode(rows, logits, max_tokens, should_stop)
+        has_finite_logprobs = np.isfinite(decoded.logprobs).all(axis=1)
+        if not has_finite_logprobs.all():
+            bad = chunk[int(np.argmax(~has_finite_logprobs))]
             raise RolloutError(
                 f"sample {bad.id}: non-finite logits from weights version {self.version}"
             )
+        return [self._sample(request, decoded, row) for row, request in enumerate(chunk)]
+
+    def _sample(self, request: SampleRequest, decoded: _Decoded, row: int) -> Sample:
         assert self.version is not None and self.digest is not None
-        samples = []
-        for row, (request, length) in enumerate(zip(chunk, lengths.tolist(), strict=True)):
-            span = Span(version=self.version, digest=self.digest, start=0, end=length)
-            samples.append(
-                Sample(
-                    id=request.id,
-                    prompt_id=request.prompt_id,
-                    token_ids=np.concatenate([request.token_ids, tokens[row, :length]]).astype(
-                        np.int32
-                    ),
-                    prompt_len=len(request.token_ids),
-                    sampler_logprobs=logprobs[row, :length].copy(),
-                    spans=(span,) if length else (),
-                    stop=stops[row],
-                )
-            )
-        return samples
+        length = int(decoded.lengths[row])
+        span = Span(version=self.version, digest=self.digest, start=0, end=length)
+        token_ids = np.concatenate([request.token_ids, decoded.tokens[row, :length]])
+        return Sample(
+            id=request.id,
+            prompt_id=request.prompt_id,
+            token_ids=token_ids.astype(np.int32),
+            prompt_len=len(request.token_ids),
+            sampler_logprobs=decoded.logprobs[row, :length].copy(),
+            spans=(span,) if length else (),
+            stop=decoded.stops[row],
+        )
 
     def _prefill(self, chunk: Sequence[SampleRequest]) -> tuple[_Rows, torch.Tensor]:
-        """One forward pass over the distinct prompts; repeats their keys, values and last logits
+        """The rows of a chunk and the logits [b, v] of their first tokens.
+
+        One forward pass over the distinct prompts; their keys, values and last logits are repeated
         for their samples.
         """
         [params] = {request.params for request in chunk}
-        first: dict[bytes, int] = {}
-        row_of = [
-            first.setdefault(np.asarray(request.token_ids, dtype=np.int32).tobytes(), len(first))
-            for request in chunk
-        ]
-        prompts = [np.frombuffer(prompt, dtype=np.int32) for prompt in first]
+        prompts, prompt_of = _distinct_prompts(chunk)
         longest = max(len(prompt) for prompt in prompts)
-        device = self._device
-        ids = np.full((len(prompts), longest), self._vocabulary.pad_token_id, dtype=np.int64)
         pads = np.array([longest - len(prompt) for prompt in prompts])
+        ids = np.full((len(prompts), longest), self._vocabulary.pad_token_id, dtype=np.int64)
         for row, prompt in enumerate(prompts):
-            ids[row, pads[row] :] = prompt  # on the left: all rows then continue in the same column
+            # Padding on the left: all rows then continue in the same column.
+            ids[row, pads[row] :] = prompt
+
         column = np.arange(longest)
-        real = column[None, :] >= pads[:, None]
+        is_real = column[None, :] >= pads[:, None]
+        is_causal = column[:, None] >= column[None, :]
         # A padding token attends to itself: a row of the mask without any column would give NaN.
-        visible = (real[:, None, :] & (column[:, None] >= column[None, :])[None]) | np.eye(
-            longest, dtype=bool
-        )[None]
+        is_diagonal = np.eye(longest, dtype=bool)
+        visible = (is_real[:, None, :] & is_causal[None]) | is_diagonal[None]
+        positions = np.maximum(column[None, :] - pads[:, None], 0)
+        device = self._device
         cache = DynamicCache()
         logits = self._forward(
             torch.from_numpy(ids).to(device),
             self._additive(visible)[:, None],
-            torch.from_numpy(np.maximum(column[None, :] - pads[:, None], 0)).to(device),
+            torch.from_numpy(positions).to(device),
             cache,
         )
-        rows = torch.tensor(row_of, device=device)
-        cache.batch_select_indices(rows)
-        future = np.ones((len(prompts), params.max_response_tokens), dtype=bool)
-        state = _Rows(
+
+        row_of = torch.tensor(prompt_of, device=device)
+        cache.batch_select_indices(row_of)
+        is_response = np.ones((len(prompts), params.max_response_tokens), dtype=bool)
+        is_visible = np.concatenate([is_real, is_response], axis=1)
+        rows = _Rows(
             sampler=RowSampler(params, [request.seed for request in chunk], device),
             stops=_StopStrings(params.stop, len(chunk), self._vocabulary.decode),
             cache=cache,
             number=torch.arange(len(chunk), device=device),
-            mask=self._additive(np.concatenate([real, future], axis=1))[rows, None, None],
-            positions=torch.from_numpy(longest - pads).to(device)[rows, None],
+            mask=self._additive(is_visible)[row_of, None, None],
+            positions=torch.from_numpy(longest - pads).to(device)[row_of, None],
         )
-        return state, logits[rows]
+        return rows, logits[row_of]
 
     def _decode(
         self,
@@ -240,20 +281,25 @@ class EmbeddedEngine(WeightInbox):
         logits: torch.Tensor,
         max_tokens: int,
         should_stop: Callable[[], bool] | None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Stop]]:
-        """Samples tokens until every row has ended. Raises Interrupted.
+    ) -> _Decoded:
+        """Samples tokens until every row has ended.
 
-        Tokens and log-probs [rows, max_tokens], with zeros beyond each row's length, lengths and
-        stops, on the host.
+        Args:
+            rows: all rows of the chunk after the prefill.
+            logits: [b, v], of the first tokens.
+            max_tokens: limit of the responses' length.
+            should_stop: called at every token.
+
+        Raises:
+            Interrupted: `should_stop` returned true.
         """
         num_rows = len(rows.number)
         tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=self._device)
         all_logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=self._device)
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         finished = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
-        ended = (
-            finished.clone()
-        )  # of the rows that are left: decoded until the next compaction, but not recorded
+        # Of the rows that are left. They are decoded until the next compaction, but not recorded.
+        ended = finished.clone()
         for index in range(max_tokens):
             if should_stop is not None and should_stop():
                 raise Interrupted
@@ -264,6 +310,7 @@ class EmbeddedEngine(WeightInbox):
             stops = torch.isin(ids, self._eos) | rows.stops.update(ids)
             finished[rows.number] |= stops
             ended |= stops
+
             num_alive = len(ended) - int(ended.sum())
             if num_alive == 0 or index + 1 == max_tokens:
                 break
@@ -274,23 +321,35 @@ class EmbeddedEngine(WeightInbox):
                 rows.keep(alive)
                 ids = ids[alive]
                 ended = ended[alive]
+
             columns = rows.cache.get_seq_length() + 1
-            logits = self._forward(
-                ids[:, None], rows.mask[..., :columns], rows.positions, rows.cache
-            )
+            mask = rows.mask[..., :columns]
+            logits = self._forward(ids[:, None], mask, rows.positions, rows.cache)
             rows.positions += 1
-        inside = (torch.arange(max_tokens, device=self._device)[:, None] < lengths).T
-        return (
-            tokens.T.where(inside, 0).cpu().numpy(),
-            all_logprobs.T.where(inside, 0.0).cpu().numpy(),
-            lengths.cpu().numpy(),
-            [Stop.EOS if is_finished else Stop.LENGTH for is_finished in finished.tolist()],
+
+        steps = torch.arange(max_tokens, device=self._device)
+        is_inside = (steps[:, None] < lengths).T
+        return _Decoded(
+            tokens=tokens.T.where(is_inside, 0).cpu().numpy(),
+            logprobs=all_logprobs.T.where(is_inside, 0.0).cpu().numpy(),
+            lengths=lengths.cpu().numpy(),
+            stops=[Stop.EOS if is_eos else Stop.LENGTH for is_eos in finished.tolist()],
         )
 
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Logits [b, v] of the last column."""
+        """Logits of the last column.
+
+        Args:
+            ids: int64 [b, columns].
+            mask: [b, 1, columns, all columns of the cache], additive.
+            positions: int64 [b, columns].
+            cache: keys and values of the earlier columns; those of `ids` are added.
+
+        Returns:
+            [b, v], in the model's dtype.
+        """
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -303,8 +362,20 @@ class EmbeddedEngine(WeightInbox):
         return logits
 
     def _additive(self, visible: np.ndarray) -> torch.Tensor:
+        """The mask that is added to attention scores: 0 where `visible`, else -inf."""
         mask = torch.zeros(visible.shape, dtype=_DTYPES[self._options.dtype])
         return mask.masked_fill_(torch.from_numpy(~visible), -torch.inf).to(self._device)
+
+
+def _distinct_prompts(chunk: Sequence[SampleRequest]) -> tuple[list[np.ndarray], list[int]]:
+    """(distinct prompts in the order of the chunk, number of each request's prompt)."""
+    numbers: dict[bytes, int] = {}
+    prompt_of = []
+    for request in chunk:
+        content = np.asarray(request.token_ids, dtype=np.int32).tobytes()
+        prompt_of.append(numbers.setdefault(content, len(numbers)))
+    prompts = [np.frombuffer(content, dtype=np.int32) for content in numbers]
+    return prompts, prompt_of
 
 
 class _StopStrings:
@@ -313,31 +384,44 @@ class _StopStrings:
     def __init__(
         self, stops: tuple[str, ...], num_rows: int, decode: Callable[[Sequence[int]], str]
     ) -> None:
+        """Starts with empty rows.
+
+        Args:
+            stops: the strings; empty: `update` costs nothing.
+            num_rows: number of rows.
+            decode: token ids to text, with special tokens.
+        """
         self._stops = stops
         self._decode = decode
         self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
         # A token is at least one byte of text, but some tokenizers strip the first one's space, or
         # hide special tokens.
-        self._window = max((len(stop.encode()) for stop in stops), default=0) + 8
+        longest = max((len(stop.encode()) for stop in stops), default=0)
+        self._window = longest + 8
 
     def update(self, ids: torch.Tensor) -> torch.Tensor:
-        """Appends one token to each row; bool [b]: whether its text contains a stop string."""
+        """Appends one token to each row.
+
+        Returns:
+            bool [b], whether the row's text contains a stop string.
+        """
         if not self._stops:
             return torch.zeros_like(ids, dtype=torch.bool)
-        found = []
+        has_stop = []
         for tokens, token in zip(self._tokens, ids.tolist(), strict=True):
             tokens.append(token)
             text = self._decode(tokens[-self._window :])
-            found.append(any(stop in text for stop in self._stops))
-        return torch.tensor(found, device=ids.device)
+            has_stop.append(any(stop in text for stop in self._stops))
+        return torch.tensor(has_stop, device=ids.device)
 
     def keep(self, rows: torch.Tensor) -> None:
-        self._tokens = [self._tokens[i] for i in rows.tolist()]
+        self._tokens = [self._tokens[row] for row in rows.tolist()]
 
 
 def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of config.json with NaN weights, so that a missing weight cannot be mistaken for a
-    value.
+    """The module of config.json with NaN weights.
+
+    A missing weight can then not be mistaken for a value.
     """
     if not (model_path / "config.json").is_file():
         raise RolloutError(
@@ -345,8 +429,8 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        # Initialisation draws random numbers; the trainer's generator must not change.
         with torch.random.fork_rng(devices=[]), torch.device(device):
-            # Initialisation draws random numbers; the trainer's generator must not change.
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
             )
@@ -363,15 +447,19 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _max_context(config: Any) -> int:
-    """Maximum sequence length: the context, or the window of sliding-attention layers, which this
-    engine does not mask.
+    """Maximum length of a sequence in tokens.
+
+    It is the context, or the window of sliding-attention layers, which this engine does not mask.
     """
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        getattr(config, "layer_types", None) is None
-        and getattr(config, "sliding_window", None) is not None
-    )
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        has_window = getattr(config, "sliding_window", None) is not None
+    else:
+        has_window = "sliding_attention" in layer_types
     limit = int(config.max_position_embeddings)
-    return min(limit, int(config.sliding_window)) if sliding else limit
+    if has_window:
+        return min(limit, int(config.sliding_window))
+    return limit
 
 
 def grouped_attention(
@@ -382,11 +470,21 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of `transformers`' interface: [b, heads, q, d] -> [b, q, heads, d], mask additive
-    [b, 1, q, kv].
+    """Attention with the interface of `transformers`.
 
     With one query token the heads that share a key head become the rows of one product, so keys and
     values are not copied once for each of them.
+
+    Args:
+        module: the layer; not used.
+        query: [b, heads, q, d].
+        key: [b, kv_heads, kv, d].
+        value: [b, kv_heads, kv, d].
+        attention_mask: [b, 1, q, kv], additive.
+        kwargs: `scaling`, the factor of the scores; others are not used.
+
+    Returns:
+        [b, q, heads, d], and None for the weights of the attention.
     """
     batch, heads, queries, dim = query.shape
     kv_heads = key.shape[1]

@@ -11,16 +11,17 @@ from pacs_megatron.errors import SyncError
 class WeightInbox:
     """A WeightReceiver for a module.
 
-    `version` and `digest`, the exporter's, are None while sampling is not allowed.
-
-    They stay None after a failed or incomplete update, until a complete one: the module contains a
+    `version` and `digest` are those of the export, and None while sampling is not allowed. They
+    stay None after a failed or incomplete update, until a complete one: the module contains a
     mixture.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._targets, self._aliases = _targets(module)
         self._received: set[str] = set()
+        """names in this update"""
         self._filled: set[str] = set()
+        """keys of `_targets` in this update"""
         self._hash: WeightDigest | None = None
         self._pending_version: int | None = None
         self.version: int | None = None
@@ -28,7 +29,8 @@ class WeightInbox:
 
     def begin_update(self, version: int) -> None:
         """Starts an update, or starts it over; weights of an incomplete update are discarded."""
-        self.version = self.digest = None
+        self.version = None
+        self.digest = None
         self._pending_version = version
         self._received = set()
         self._filled = set()
@@ -54,17 +56,17 @@ class WeightInbox:
                 f"weight {name} has shape {list(tensor.shape)}, the rollout model expects "
                 f"{list(target.shape)}; policy and rollout must come from the same config.json"
             )
+
         self._hash.update(name, tensor)
-        if source in self._filled:
-            # A tied weight may come under both of its names, if it is the same one.
-            if not torch.equal(target, tensor.to(target)):
-                raise SyncError(
-                    f"weight {name} is tied to another in the rollout model, but differs from it; "
-                    "check tie_word_embeddings in config.json"
-                )
-        else:
+        if source not in self._filled:
             with torch.no_grad():
                 target.copy_(tensor)
+        # A tied weight may come under both of its names, if it is the same one.
+        elif not torch.equal(target, tensor.to(target)):
+            raise SyncError(
+                f"weight {name} is tied to another in the rollout model, but differs from it; "
+                "check tie_word_embeddings in config.json"
+            )
         self._filled.add(source)
         self._received.add(name)
 
@@ -78,11 +80,11 @@ class WeightInbox:
                 f"update to version {self._pending_version} ended without {len(missing)} of "
                 f"{len(self._targets)} weights, the first is {missing[0]}"
             )
-        own = self._hash.hexdigest()
-        if own != digest:
+        received_digest = self._hash.hexdigest()
+        if received_digest != digest:
             raise SyncError(
                 f"update to version {self._pending_version}: the received weights have digest "
-                f"{own}, expected {digest}"
+                f"{received_digest}, expected {digest}"
             )
         self.version = self._pending_version
         self.digest = digest
@@ -90,10 +92,14 @@ class WeightInbox:
 
 
 def _targets(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Checkpoint name -> tensor to fill; second name of a tied tensor -> its first name.
+    """The tensors that weights are copied to, and the second names of tied tensors.
 
     Mixture-of-experts modules have all experts of a layer in one tensor, a checkpoint has one
     tensor for each.
+
+    Returns:
+        targets: name in a checkpoint -> tensor.
+        aliases: second name of a tied tensor -> its first name.
     """
     targets: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -109,12 +115,13 @@ def _targets(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name in a checkpoint -> view of the tensor; filling the views fills the tensor."""
     match = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
     if match is None or tensor.dim() != 3:
         return {name: tensor}
     prefix, kind = match.groups()
     views: dict[str, torch.Tensor] = {}
-    for expert, fused in enumerate(tensor.unbind(0)):  # views: filling them fills the fused tensor
+    for expert, fused in enumerate(tensor.unbind(0)):
         if kind == "down_proj":
             views[f"{prefix}.{expert}.down_proj.weight"] = fused
         else:
