@@ -18,54 +18,86 @@ from pacs_megatron.models.config_reader import (
     MoeSpec,
     wrong_value,
 )
-from pacs_megatron.models.table import CRITIC_CLASS, Qkv, Row, Rows, WeightTable, build_table
+from pacs_megatron.models.table import (
+    CRITIC_CLASS,
+    Concat,
+    Qkv,
+    WeightRow,
+    WeightTable,
+    build_table,
+)
 from pacs_megatron.runtime.json_reader import read_object
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
 ATTENTION = (
-    Row("input_layernorm.weight", ("input_layernorm.weight",), Rows(("hidden",))),
-    Row("self_attention.linear_qkv.weight", tuple(f"{n}.weight" for n in _QKV), Qkv(("hidden",))),
-    Row(
+    WeightRow("input_layernorm.weight", ("input_layernorm.weight",), Concat(("hidden",))),
+    WeightRow(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        Qkv(("hidden",)),
+    ),
+    WeightRow(
         "self_attention.linear_proj.weight",
         ("self_attn.o_proj.weight",),
-        Rows(("hidden", "heads"), tp_dim=1),
+        Concat(("hidden", "heads"), tp_dim=1),
     ),
 )
-QKV_BIAS = (Row("self_attention.linear_qkv.bias", tuple(f"{n}.bias" for n in _QKV), Qkv(())),)
+QKV_BIAS = (
+    WeightRow(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        Qkv(()),
+    ),
+)
 QK_NORM = (
-    Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Rows(("head_dim",))),
-    Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Rows(("head_dim",))),
+    WeightRow(
+        "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Concat(("head_dim",))
+    ),
+    WeightRow(
+        "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Concat(("head_dim",))
+    ),
 )
 MLP_NORM = (
-    Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Rows(("hidden",))),
+    WeightRow(
+        "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Concat(("hidden",))
+    ),
 )
 
 
-def _mlp(megatron: str, hf: str, ffn: str) -> tuple[Row, Row]:
-    gate_up = f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"
+def _mlp(megatron: str, hf: str, ffn: str) -> tuple[WeightRow, WeightRow]:
+    """The rows of a SwiGLU MLP.
+
+    Args:
+        megatron: Megatron's name of the module.
+        hf: Name of the module in Hugging Face.
+        ffn: Name of the intermediate dimension.
+    """
     return (
-        Row(f"{megatron}.linear_fc1.weight", gate_up, Rows((ffn, "hidden"), tp_dim=0, tp_parts=2)),
-        Row(
+        WeightRow(
+            f"{megatron}.linear_fc1.weight",
+            (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
+            Concat((ffn, "hidden"), tp_dim=0, tp_parts=2),
+        ),
+        WeightRow(
             f"{megatron}.linear_fc2.weight",
             (f"{hf}.down_proj.weight",),
-            Rows(("hidden", ffn), tp_dim=1),
+            Concat(("hidden", ffn), tp_dim=1),
         ),
     )
 
 
 DENSE_MLP = _mlp("mlp", "mlp", "ffn")
 EXPERTS = (
-    Row("mlp.router.weight", ("mlp.gate.weight",), Rows(("experts", "hidden"))),
+    WeightRow("mlp.router.weight", ("mlp.gate.weight",), Concat(("experts", "hidden"))),
     *_mlp("mlp.experts.local_experts.{e}", "mlp.experts.{e}", "expert_ffn"),
 )
 
 
 def _qwen_window(config: ConfigReader) -> bool:
     """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window."""
-    is_used = config.boolean("use_sliding_window")
-    first = config.optional_integer("max_window_layers") if is_used else None
-    return is_used and (first is None or first < config.integer("num_hidden_layers", MAX_LAYERS))
+    if not config.boolean("use_sliding_window"):
+        return False
+    first = config.optional_integer("max_window_layers")
+    return first is None or first < config.integer("num_hidden_layers", MAX_LAYERS)
 
 
 def _mistral_window(config: ConfigReader) -> bool:
@@ -75,8 +107,8 @@ def _mistral_window(config: ConfigReader) -> bool:
 
 def _qwen_experts(config: ConfigReader) -> MoeSpec:
     """A softmax top-k mixture in every layer, without shared experts."""
-    config.refuse("decoder_sparse_step", unless=(1,), reason="every layer has experts")
-    config.refuse("mlp_only_layers", unless=([],), reason="every layer has experts")
+    config.reject("decoder_sparse_step", unless=(1,), reason="every layer has experts")
+    config.reject("mlp_only_layers", unless=([],), reason="every layer has experts")
     # transformers 5 reads both keys and keeps the older one when it saves.
     experts_key = "num_experts" if config.optional_integer("num_experts") else "num_local_experts"
     moe = MoeSpec(
@@ -98,10 +130,11 @@ class Family:
     families.
     """
 
-    layer_rows: tuple[Row, ...]
+    layer_rows: tuple[WeightRow, ...]
     window: Callable[[ConfigReader], bool] | None = None
     """whether a sliding window is in use; None: the family has none"""
     experts: Callable[[ConfigReader], MoeSpec] | None = None
+    """None: the MLP is dense"""
 
 
 FAMILIES = {
@@ -127,36 +160,23 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
     """Raises ConversionError for settings that are not implemented."""
     qkv_bias = QKV_BIAS[0] in family.layer_rows
     if family.window is not None:
-        config.refuse_sliding_window(family.window(config))
+        config.reject_sliding_window(family.window(config))
     if not qkv_bias:
-        config.refuse("attention_bias", unless=(False,), reason="attention has no bias")
+        config.reject("attention_bias", unless=(False,), reason="attention has no bias")
     moe = None if family.experts is None else family.experts(config)
-    config.refuse("hidden_act", unless=("silu",), reason="the MLP is SwiGLU")
-    config.refuse(
+    config.reject("hidden_act", unless=("silu",), reason="the MLP is SwiGLU")
+    config.reject(
         "quantization_config",
         unless=(),
         reason="weights must be plain; dequantise the checkpoint first",
     )
-    config.refuse(
+    config.reject(
         "partial_rotary_factor", unless=(1, 1.0), reason="positions rotate the whole head"
     )
-    config.refuse("mlp_bias", unless=(False,), reason="the MLP has no bias")
+    config.reject("mlp_bias", unless=(False,), reason="the MLP has no bias")
+
     hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
-    if num_heads % num_kv_heads:
-        raise ConversionError(
-            f"config.json: num_key_value_heads={num_kv_heads} does not divide {num_heads} heads"
-        )
-    head_dim = config.optional_integer("head_dim")
-    if head_dim is None and hidden_size % num_heads:
-        raise ConversionError(
-            f"config.json: num_attention_heads={num_heads} does not divide "
-            f"hidden_size={hidden_size}"
-        )
-    head_dim = head_dim or hidden_size // num_heads
-    if head_dim % 2:
-        raise wrong_value("head_dim", head_dim, "an even number (rotary positions turn pairs)")
+    num_heads, num_kv_heads, head_dim = _heads(config, hidden_size)
     theta, scaling = config.rope()
     return ModelSpec(
         family=config.family,
@@ -179,9 +199,33 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
     )
 
 
+def _heads(config: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
+    """(query heads, key-value heads, size of a head)."""
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ConversionError(
+            f"config.json: num_key_value_heads={num_kv_heads} does not divide {num_heads} heads"
+        )
+
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is None and hidden_size % num_heads:
+        raise ConversionError(
+            f"config.json: num_attention_heads={num_heads} does not divide "
+            f"hidden_size={hidden_size}"
+        )
+    head_dim = head_dim or hidden_size // num_heads
+    if head_dim % 2:
+        raise wrong_value("head_dim", head_dim, "an even number (rotary positions turn pairs)")
+    return num_heads, num_kv_heads, head_dim
+
+
 def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     """The architecture that a config.json of transformers 4 or 5 declares.
-    Raises ConversionError for an unsupported family or feature, a missing key or a wrong type."""
+
+    Raises:
+        ConversionError: An unsupported family or feature, a missing key, or a wrong type.
+    """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(
@@ -189,13 +233,16 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
             f"{', '.join(FAMILIES)} (see docs/families.md to add a family)"
         )
     spec = _read(FAMILIES[model_type], ConfigReader(hf_config, model_type))
+
     architectures = hf_config.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if name and not name.lower().startswith(
-        f"{model_type.replace('_', '')}for"
-    ):  # servers choose the model by it
+    if not isinstance(architectures, list) or not architectures:
+        return spec
+    # Servers choose the model by this class, so it must be one of the family's.
+    class_name = str(architectures[0])
+    prefix = f"{model_type.replace('_', '')}for"
+    if class_name and not class_name.lower().startswith(prefix):
         raise wrong_value("architectures", architectures, f"a class of model_type={model_type}")
-    return spec.critic() if name.endswith(CRITIC_CLASS) else spec
+    return spec.critic() if class_name.endswith(CRITIC_CLASS) else spec
 
 
 def load_config(path: str | Path) -> dict[str, Any]:

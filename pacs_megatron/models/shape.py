@@ -14,135 +14,177 @@ from pacs_megatron.config.checks import (
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.models.config_reader import ModelSpec
 
+_FP8_MULTIPLE = 16
+_FP8_BLOCK = 128
+_MAX_ADVISED_TP = 16
+"""Largest tensor-parallel size of a server that a message suggests"""
+
 
 def shape_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> list[str]:
-    """Problems of the layout with the model's heads, layers, experts and length; `model_name`
-    appears in messages.
+    """Problems of the layout with the model's heads, layers, experts and length.
+
+    Args:
+        config: The run.
+        shape: The model.
+        model_name: Name of the model in messages.
     """
-    checks = (_layout, _fp8_shape, _positions, _server_shape)
-    return [problem for check in checks for problem in check(config, shape, model_name)]
+    problems: list[str] = []
+    for check in (
+        _layer_problems,
+        _expert_problems,
+        _fp8_problems,
+        _length_problems,
+        _server_problems,
+    ):
+        problems += check(config, shape, model_name)
+    return problems
 
 
-def _layout(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+def _layer_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    """Tensor and pipeline parallelism, and modules that the model does not contain."""
     parallel = config.parallel
-    moe = shape.moe
     # Names as in the checkpoint's config.json.
-    ffn = (
-        ("intermediate_size", shape.ffn_size)
-        if moe is None
-        else ("moe_intermediate_size", moe.expert_ffn_size)
-    )
     sizes = [
         ("num_key_value_heads", shape.num_kv_heads),
         ("num_attention_heads", shape.num_heads),
-        ffn,
+        _ffn_size(shape),
     ]
-    common = divisors(math.gcd(*(size for _, size in sizes)))
+    common_divisors = divisors(math.gcd(*(size for _, size in sizes)))
     for name, size in sizes:
         if size % parallel.tp:
-            yield f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; {one_of(common)}"
+            yield (
+                f"parallel.tp={parallel.tp} does not divide {name}={size} of {model_name}; "
+                f"{one_of(common_divisors)}"
+            )
             break
+
     stages = parallel.pp * (parallel.vpp or 1)
     if shape.num_layers % stages:
         label = "pp" if parallel.vpp is None else "pp*vpp"
         yield (
             f"parallel.{label}={stages} does not divide num_hidden_layers={shape.num_layers} of "
-            f"{model_name}; make it "
-            f"{one_of(divisors(shape.num_layers)).removeprefix('use ')}"
+            f"{model_name}; make it {one_of(divisors(shape.num_layers)).removeprefix('use ')}"
         )
-    wrong = {"mlp"} if moe is not None else {"moe", "moe_act"}
-    for module in wrong & set(parallel.recompute.modules):
-        yield f"parallel.recompute.modules has {module}, which {model_name} does not contain; remove it"
-    for name in changed(parallel.megatron):
-        if name.startswith("moe_") and moe is None:
-            yield f"parallel.megatron.{name} is for a model with experts, {model_name} has none; remove it"
-    for key, value, default in (
-        ("policy.routing", config.policy.routing, "own"),
-        ("parallel.ep", parallel.ep, 1),
-    ):
-        if value != default and moe is None:
-            yield f"{key}={value}, but {model_name} has no experts; set {key}={default}"
-    if moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+
+    missing_modules = {"moe", "moe_act"} if shape.moe is None else {"mlp"}
+    for module in parallel.recompute.modules:
+        if module in missing_modules:
+            yield (
+                f"parallel.recompute.modules has {module}, which {model_name} does not contain; "
+                "remove it"
+            )
+
+
+def _expert_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    parallel = config.parallel
+    moe = shape.moe
+    if moe is None:
+        for name in changed(parallel.megatron):
+            if name.startswith("moe_"):
+                yield (
+                    f"parallel.megatron.{name} is for a model with experts, {model_name} has none; "
+                    "remove it"
+                )
+        if config.policy.routing != "own":
+            yield (
+                f"policy.routing={config.policy.routing}, but {model_name} has no experts; set "
+                "policy.routing=own"
+            )
+        if parallel.ep != 1:
+            yield (f"parallel.ep={parallel.ep}, but {model_name} has no experts; set parallel.ep=1")
+        return
+
+    if parallel.tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and {model_name}, a "
             "mixture-of-experts model, which requires parallel.sequence_parallel=true (Megatron's "
             "experts expect tokens sharded over the tensor-parallel ranks); set it"
         )
-    if moe is not None and moe.num_experts % parallel.ep:
+    if moe.num_experts % parallel.ep:
         yield (
             f"parallel.ep={parallel.ep} does not divide num_experts={moe.num_experts} of "
-            f"{model_name}; "
-            f"{one_of(divisors(moe.num_experts))}"
+            f"{model_name}; {one_of(divisors(moe.num_experts))}"
         )
 
 
-def _fp8_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+def _ffn_size(shape: ModelSpec) -> tuple[str, int]:
+    """(key in config.json, intermediate size of the MLP or of an expert)."""
+    if shape.moe is None:
+        return "intermediate_size", shape.ffn_size
+    return "moe_intermediate_size", shape.moe.expert_ffn_size
+
+
+def _fp8_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
     """Transformer Engine's `assert_dim_for_fp8_exec` and `assert_dim_for_all_gather`, which fail at
     the first forward.
     """
     fp8 = config.precision.fp8
-    tp = config.parallel.tp
-    moe = shape.moe
     if fp8 is None:
         return
-    heads = shape.num_heads + 2 * shape.num_kv_heads
+
+    tp = config.parallel.tp
+    qkv_heads = shape.num_heads + 2 * shape.num_kv_heads
     sizes = (
-        ("(num_attention_heads + 2 * num_key_value_heads) * head_dim", heads * shape.head_dim),
+        ("(num_attention_heads + 2 * num_key_value_heads) * head_dim", qkv_heads * shape.head_dim),
         ("num_attention_heads * head_dim", shape.num_heads * shape.head_dim),
-        ("intermediate_size", shape.ffn_size)
-        if moe is None
-        else ("moe_intermediate_size", moe.expert_ffn_size),
+        _ffn_size(shape),
     )
-    wrong = [f"{name}={size}" for name, size in sizes if size % (16 * tp)]
-    if wrong:
+    uneven = [f"{name}={size}" for name, size in sizes if size % (_FP8_MULTIPLE * tp)]
+    if uneven:
+        advice = "lower parallel.tp or " if tp > 1 else ""
         yield (
-            f"precision.fp8 needs multiples of 16 on every tensor-parallel rank, but {model_name} "
-            f"has {' and '.join(wrong)} with parallel.tp={tp}; "
-            f"{'lower parallel.tp or ' if tp > 1 else ''}remove precision.fp8"
+            f"precision.fp8 needs multiples of {_FP8_MULTIPLE} on every tensor-parallel rank, but "
+            f"{model_name} has {' and '.join(uneven)} with parallel.tp={tp}; {advice}remove "
+            "precision.fp8"
         )
-    gathers_blocks = fp8.recipe == "blockwise" and config.parallel.sequence_parallel
-    multiple = 128 if gathers_blocks else 16
+
+    if fp8.recipe == "blockwise" and config.parallel.sequence_parallel:
+        multiple = _FP8_BLOCK
+        setting = " with parallel.sequence_parallel"
+        fix = "use recipe tensorwise"
+    else:
+        multiple = _FP8_MULTIPLE
+        setting = ""
+        fix = "remove precision.fp8"
     if shape.hidden_size % multiple:
         yield (
-            f"precision.fp8.recipe={fp8.recipe}{' with parallel.sequence_parallel' if gathers_blocks else ''} needs a "
-            f"multiple of {multiple} as hidden_size, {model_name} has {shape.hidden_size}; "
-            f"{'use recipe tensorwise' if gathers_blocks else 'remove precision.fp8'}"
+            f"precision.fp8.recipe={fp8.recipe}{setting} needs a multiple of {multiple} as "
+            f"hidden_size, {model_name} has {shape.hidden_size}; {fix}"
         )
 
 
-def _positions(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
-    longest = max_sequence_tokens(config)
+def _length_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
     limit = shape.max_positions
     scaling = shape.rope_scaling
     if scaling is not None and scaling["rope_type"] == "linear":
-        limit = int(
-            limit * float(scaling["factor"])
-        )  # max_position_embeddings is the length before scaling
+        # max_position_embeddings is the length before scaling.
+        limit = int(limit * float(scaling["factor"]))
+
+    longest = max_sequence_tokens(config)
     if longest > limit:
         yield (
             f"{response_key(config)}={max_response_tokens(config)} + "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} = "
-            f"{longest} positions, but {model_name} has max_position_embeddings={limit}; lower "
-            "one of them"
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} = {longest} positions, but "
+            f"{model_name} has max_position_embeddings={limit}; lower one of them"
         )
 
 
-def _server_shape(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+def _server_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
     """SGLang shards heads evenly, and shards key-value heads evenly or replicates each equally
     often.
     """
     servers = config.rollout.managed_servers
     if servers is None:
         return
-    works = [
-        tp
-        for tp in divisors(shape.num_heads)
-        if shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
+
+    num_kv_heads = shape.num_kv_heads
+    possible = [
+        tp for tp in divisors(shape.num_heads) if num_kv_heads % tp == 0 or tp % num_kv_heads == 0
     ]
-    if servers.tp not in works:
+    if servers.tp not in possible:
+        advised = [tp for tp in possible if tp <= _MAX_ADVISED_TP]
         yield (
-            f"rollout.servers.tp={servers.tp} does not divide "
-            f"num_attention_heads={shape.num_heads} and "
-            f"num_key_value_heads={shape.num_kv_heads} of {model_name}; "
-            f"{one_of([tp for tp in works if tp <= 16])}"
+            f"rollout.servers.tp={servers.tp} does not divide num_attention_heads="
+            f"{shape.num_heads} and num_key_value_heads={num_kv_heads} of {model_name}; "
+            f"{one_of(advised)}"
         )

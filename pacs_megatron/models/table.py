@@ -22,6 +22,28 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Sizes = Mapping[str, int]
+"""Name of a dimension -> its size"""
+Place = Literal["embedding", "layer", "final_norm", "output"]
+
+VOCAB_MULTIPLE = 128
+"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that
+checkpoints can be resharded.
+"""
+CRITIC_CLASS = "ForTokenClassification"
+"""Suffix of the transformers class name in a critic's config.json.
+
+Its layer `score` has one label, the value before the next token. verl has critics of this class
+too.
+"""
+TE_LAYER_NAMES: Mapping[str, str] = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the
+local spec's name.
+"""
+_TE_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 def sizes_of(spec: ModelSpec, padded_vocab: int) -> Sizes:
@@ -38,7 +60,8 @@ def sizes_of(spec: ModelSpec, padded_vocab: int) -> Sizes:
         "value": 1,
     }
     if spec.moe is not None:
-        sizes |= {"experts": spec.moe.num_experts, "expert_ffn": spec.moe.expert_ffn_size}
+        sizes["experts"] = spec.moe.num_experts
+        sizes["expert_ffn"] = spec.moe.expert_ffn_size
     return sizes
 
 
@@ -47,15 +70,15 @@ def _shape(sizes: Sizes, names: Sequence[str]) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Concat:
     """`tp_parts` tensors of one shape, concatenated along the rows; the vocabulary is padded with
     zero rows.
     """
 
     dims: tuple[str, ...]
-    tp_dim: int | None = (
-        None  # The dimension that tensor parallelism splits; None: every rank has the whole tensor
-    )
+    """Names of the dimensions of one Hugging Face tensor"""
+    tp_dim: int | None = None
+    """The dimension that tensor parallelism splits; None: every rank has the whole tensor"""
     tp_parts: int = 1
     """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has
     [gate_r; up_r]).
@@ -65,26 +88,32 @@ class Rows:
         """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the
         query groups.
         """
-        return (
-            1 if self.tp_dim is None else self.megatron_shape(sizes)[self.tp_dim] // self.tp_parts
-        )
+        if self.tp_dim is None:
+            return 1
+        return self.megatron_shape(sizes)[self.tp_dim] // self.tp_parts
 
     def hf_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
         return (_shape(sizes, self.dims),) * self.tp_parts
 
     def megatron_shape(self, sizes: Sizes) -> Shape:
-        rows, *rest = _shape(sizes, self.dims)
-        return (sizes["padded_vocab"] if self.dims[0] == "vocab" else rows * self.tp_parts, *rest)
+        rows, *columns = _shape(sizes, self.dims)
+        if self.dims[0] == "vocab":
+            return (sizes["padded_vocab"], *columns)
+        return (rows * self.tp_parts, *columns)
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
         import torch
 
+        first = tensors[0]
         padding = self.megatron_shape(sizes)[0] - sum(tensor.shape[0] for tensor in tensors)
-        zeros = [tensors[0].new_zeros(padding, *tensors[0].shape[1:])] if padding else []
-        return torch.cat([*tensors, *zeros]) if len(tensors) > 1 or padding else tensors[0]
+        if padding:
+            zeros = first.new_zeros(padding, *first.shape[1:])
+            return torch.cat([*tensors, zeros])
+        return torch.cat(list(tensors)) if len(tensors) > 1 else first
 
     def to_hf(self, tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-        return tensor[: sizes[self.dims[0]] * self.tp_parts].chunk(self.tp_parts)
+        num_rows = sizes[self.dims[0]] * self.tp_parts
+        return tensor[:num_rows].chunk(self.tp_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +121,11 @@ class Qkv:
     """q, k, v of [heads, ...], [kv_heads, ...] twice, interleaved by query group.
 
     Megatron's rows are, for each of the `num_kv_heads` groups: its query heads, its key head, its
-    value head. `rest` names the remaining dimensions: ("hidden",) for the weight, () for the bias.
+    value head.
     """
 
-    rest: tuple[str, ...]
+    column_dims: tuple[str, ...]
+    """Names of the dimensions after the rows: ("hidden",) for the weight, () for the bias"""
     tp_dim: ClassVar = 0
     tp_parts: ClassVar = 1
 
@@ -103,40 +133,29 @@ class Qkv:
         return sizes["groups"]
 
     def hf_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
-        return tuple(
-            _shape(sizes, (rows, *self.rest)) for rows in ("heads", "kv_heads", "kv_heads")
-        )
+        columns = _shape(sizes, self.column_dims)
+        return tuple((sizes[rows], *columns) for rows in ("heads", "kv_heads", "kv_heads"))
 
     def megatron_shape(self, sizes: Sizes) -> Shape:
-        return (sizes["heads"] + 2 * sizes["kv_heads"], *_shape(sizes, self.rest))
+        num_rows = sizes["heads"] + 2 * sizes["kv_heads"]
+        return (num_rows, *_shape(sizes, self.column_dims))
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
         import torch
 
+        # [groups, rows of one group, ...]
         grouped = [tensor.reshape(sizes["groups"], -1, *tensor.shape[1:]) for tensor in tensors]
         return torch.cat(grouped, dim=1).reshape(self.megatron_shape(sizes))
 
     def to_hf(self, tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-        grouped = tensor.reshape(sizes["groups"], -1, *tensor.shape[1:])
-        rows = [shape[0] // sizes["groups"] for shape in self.hf_shapes(sizes)]
-        return tuple(part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(rows, dim=1))  # type: ignore[no-untyped-call]
+        columns = tensor.shape[1:]
+        grouped = tensor.reshape(sizes["groups"], -1, *columns)
+        rows_of_group = [shape[0] // sizes["groups"] for shape in self.hf_shapes(sizes)]
+        parts = grouped.split(rows_of_group, dim=1)  # type: ignore[no-untyped-call]
+        return tuple(part.reshape(-1, *columns) for part in parts)
 
 
-Transform = Rows | Qkv
-
-
-Place = Literal["embedding", "layer", "final_norm", "output"]
-
-TE_LAYER_NAMES: Mapping[str, str] = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the
-local spec's name.
-"""
-
-_TE_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
-_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+Transform = Concat | Qkv
 
 
 def canonical_name(megatron_name: str) -> str:
@@ -148,14 +167,16 @@ def canonical_name(megatron_name: str) -> str:
         return megatron_name
     prefix = megatron_name[: match.end()]
     name = megatron_name[match.end() :]
-    grouped = _TE_GROUPED_EXPERT.match(name)
-    if grouped is not None:
-        return f"{prefix}mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
+
+    grouped_expert = _TE_GROUPED_EXPERT.match(name)
+    if grouped_expert is not None:
+        linear, expert = grouped_expert.groups()
+        return f"{prefix}mlp.experts.local_experts.{expert}.{linear}.weight"
     return prefix + TE_LAYER_NAMES.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WeightRow:
     """One line of a family's table, inside a layer. `{e}` is replaced by the expert's number."""
 
     megatron: str
@@ -172,10 +193,13 @@ class Entry:
     """
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
-    megatron_shape: Shape  # Full (not split by tensor parallelism), vocabulary padded
+    megatron_shape: Shape
+    """Full (not split by tensor parallelism), vocabulary padded"""
     place: Place
-    layer: int | None  # Global number, from 0
-    expert: int | None  # Global number, from 0
+    layer: int | None
+    """Global number, from 0"""
+    expert: int | None
+    """Global number, from 0"""
     transform: Transform = field(repr=False)
     sizes: Sizes = field(repr=False)
 
@@ -190,10 +214,13 @@ class Entry:
         name = self.megatron_name.removeprefix(prefix)
         if self.expert is not None:
             return prefix + name.replace(f"local_experts.{self.expert}.", "experts.")
+
         # Both layer specs save norms under Transformer Engine's names, so each loads the other's
         # checkpoint. With experts, no linear layer follows the second norm, so it is not fused.
+        has_experts = "experts" in self.sizes
         for te_name, local_name in TE_LAYER_NAMES.items():
-            if name == local_name and not ("experts" in self.sizes and te_name.startswith("mlp.")):
+            is_fused = not (has_experts and te_name.startswith("mlp."))
+            if name == local_name and is_fused:
                 return prefix + te_name
         return self.megatron_name
 
@@ -209,7 +236,14 @@ class Entry:
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor; may share memory with its inputs.
 
-        Raises ConversionError on a wrong shape.
+        Args:
+            tensors: The Hugging Face tensors, of `hf_shapes`, in the order of `hf_names`.
+
+        Returns:
+            `megatron_shape`, same dtype.
+
+        Raises:
+            ConversionError: Wrong count, shapes or dtypes.
         """
         self.check(tensors)
         return self.transform.to_megatron(tensors, self.sizes)
@@ -224,39 +258,57 @@ class Entry:
             )
         for name, shape, tensor in zip(self.hf_names, self.hf_shapes, tensors, strict=True):
             _check_shape(name, tuple(tensor.shape), shape)
-        if len({t.dtype for t in tensors}) > 1:
+
+        dtypes = [tensor.dtype for tensor in tensors]
+        if len(set(dtypes)) > 1:
             names = ", ".join(self.hf_names)
-            dtypes = ", ".join(str(t.dtype) for t in tensors)
             raise ConversionError(
-                f"{names}: dtypes differ ({dtypes}), but they form one Megatron tensor"
+                f"{names}: dtypes differ ({', '.join(map(str, dtypes))}), but they form one "
+                "Megatron tensor"
             )
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors in the order of `hf_names`; may share memory with the input."""
+        """The Hugging Face tensors in the order of `hf_names`; may share memory with the input.
+
+        Args:
+            tensor: `megatron_shape`.
+
+        Returns:
+            Tensors of `hf_shapes`, same dtype.
+        """
         _check_shape(self.megatron_name, tuple(tensor.shape), self.megatron_shape)
         return self.transform.to_hf(tensor, self.sizes)
 
     def split_tp(self, full: Tensor, tp: int) -> list[Tensor]:
-        """The `tp` shards of a full Megatron tensor, rank by rank; views or copies.
+        """The shards of a full Megatron tensor, rank by rank; views or copies.
 
-        Expert tensors: expert TP.
+        Args:
+            full: `megatron_shape`.
+            tp: Number of ranks; for tensors of experts, of expert tensor parallelism.
+
+        Returns:
+            `tp` tensors of `shard_shape(tp)`.
         """
         import torch
 
         _check_shape(self.megatron_name, tuple(full.shape), self.megatron_shape)
-        self.shard_shape(tp)
+        self.shard_shape(tp)  # raises where `tp` does not divide the tensor
         dim = self.transform.tp_dim
         if dim is None:
             return [full] * tp
-        parts = [part.chunk(tp, dim=dim) for part in full.chunk(self.transform.tp_parts, dim=dim)]
-        return (
-            list(parts[0])
-            if len(parts) == 1
-            else [torch.cat(own, dim=dim) for own in zip(*parts, strict=True)]
-        )
+
+        parts = full.chunk(self.transform.tp_parts, dim=dim)
+        shards_of_parts = [part.chunk(tp, dim=dim) for part in parts]
+        if len(parts) == 1:
+            return list(shards_of_parts[0])
+        return [torch.cat(shards, dim=dim) for shards in zip(*shards_of_parts, strict=True)]
 
     def merge_tp(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor of all ranks' shards, in rank order; inverse of `split_tp`."""
+        """The full Megatron tensor of all ranks' shards; inverse of `split_tp`.
+
+        Args:
+            shards: Tensors of `shard_shape(len(shards))`, in rank order.
+        """
         import torch
 
         shape = self.shard_shape(len(shards))
@@ -265,10 +317,12 @@ class Entry:
         dim = self.transform.tp_dim
         if dim is None or len(shards) == 1:
             return shards[0]
-        parts = zip(
-            *(shard.chunk(self.transform.tp_parts, dim=dim) for shard in shards), strict=True
-        )
-        return torch.cat([piece for part in parts for piece in part], dim=dim)
+
+        parts_of_shards = [shard.chunk(self.transform.tp_parts, dim=dim) for shard in shards]
+        pieces: list[Tensor] = []
+        for shards_of_part in zip(*parts_of_shards, strict=True):
+            pieces += shards_of_part
+        return torch.cat(pieces, dim=dim)
 
     def shard_shape(self, tp: int) -> Shape:
         """Shape of one rank's shard.
@@ -282,10 +336,12 @@ class Entry:
         if units % tp:
             raise ConversionError(
                 f"{self.megatron_name}: tp={tp} does not divide its {units} units (rows, columns "
-                "or KV heads) along dimension "
-                f"{dim}; use a tensor-parallel size that divides {units}"
+                f"or KV heads) along dimension {dim}; use a tensor-parallel size that divides "
+                f"{units}"
             )
-        return tuple(size // tp if d == dim else size for d, size in enumerate(self.megatron_shape))
+        shape = list(self.megatron_shape)
+        shape[dim] //= tp
+        return tuple(shape)
 
 
 class WeightTable:
@@ -297,12 +353,14 @@ class WeightTable:
         self.spec = spec
         self.padded_vocab = padded_vocab
         self.entries = tuple(entries)
-        self.by_megatron = {e.megatron_name: e for e in self.entries}
+        self.by_megatron = {entry.megatron_name: entry for entry in self.entries}
         """`megatron_name` -> entry; map Transformer Engine's names with `canonical_name` first"""
-        self.by_hf = {name: e for e in self.entries for name in e.hf_names}
-        if len(self.by_megatron) != len(self.entries) or len(self.by_hf) != sum(
-            len(e.hf_names) for e in self.entries
-        ):
+        self.by_hf: dict[str, Entry] = {}
+        for entry in self.entries:
+            self.by_hf.update(dict.fromkeys(entry.hf_names, entry))
+
+        num_hf = sum(len(entry.hf_names) for entry in self.entries)
+        if len(self.by_megatron) != len(self.entries) or len(self.by_hf) != num_hf:
             raise ConversionError(
                 f"the weight table of family {spec.family} names a tensor twice; fix its rows"
             )
@@ -310,70 +368,67 @@ class WeightTable:
     @property
     def num_parameters(self) -> int:
         """Exact, without vocabulary padding; tied embeddings count once."""
-        return sum(math.prod(shape) for e in self.entries for shape in e.hf_shapes)
+        total = 0
+        for entry in self.entries:
+            total += sum(math.prod(shape) for shape in entry.hf_shapes)
+        return total
 
 
-_EMBEDDING = Row(
+_EMBEDDING = WeightRow(
     "embedding.word_embeddings.weight",
     ("model.embed_tokens.weight",),
-    Rows(("vocab", "hidden"), tp_dim=0),
+    Concat(("vocab", "hidden"), tp_dim=0),
 )
-_FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), Rows(("hidden",)))
-_OUTPUT = Row("output_layer.weight", ("lm_head.weight",), Rows(("vocab", "hidden"), tp_dim=0))
+_FINAL_NORM = WeightRow(
+    "decoder.final_layernorm.weight", ("model.norm.weight",), Concat(("hidden",))
+)
+_OUTPUT = WeightRow(
+    "output_layer.weight", ("lm_head.weight",), Concat(("vocab", "hidden"), tp_dim=0)
+)
 _VALUE = (
-    Row("output_layer.weight", ("score.weight",), Rows(("value", "hidden"))),
-    Row("output_layer.bias", ("score.bias",), Rows(("value",))),
+    WeightRow("output_layer.weight", ("score.weight",), Concat(("value", "hidden"))),
+    WeightRow("output_layer.bias", ("score.bias",), Concat(("value",))),
 )
-CRITIC_CLASS = "ForTokenClassification"
-"""Suffix of the transformers class name in a critic's config.json.
-
-Its layer `score` has one label, the value before the next token. verl has critics of this class
-too.
-"""
+"""The critic's output layer"""
 
 
-VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this at every tensor-parallel size, so that
-checkpoints can be resharded.
-"""
-
-
-def build_table(spec: ModelSpec, layer_rows: Sequence[Row]) -> WeightTable:
+def build_table(spec: ModelSpec, layer_rows: Sequence[WeightRow]) -> WeightTable:
     """Expands a family's rows over layers and experts."""
-    padded_vocab = -(-spec.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded_vocab = math.ceil(spec.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     sizes = sizes_of(spec, padded_vocab)
 
-    def entry(row: Row, place: Place, layer: int | None = None, expert: int | None = None) -> Entry:
-        megatron, hf = (
-            ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        )
-        return Entry(
-            megatron_name=megatron + row.megatron.replace("{e}", str(expert)),
-            hf_names=tuple(hf + name.replace("{e}", str(expert)) for name in row.hf),
-            hf_shapes=row.transform.hf_shapes(sizes),
-            megatron_shape=row.transform.megatron_shape(sizes),
-            place=place,
-            layer=layer,
-            expert=expert,
-            transform=row.transform,
-            sizes=sizes,
-        )
-
-    entries = [entry(_EMBEDDING, "embedding")]
+    entries = [_entry(_EMBEDDING, sizes, "embedding")]
     for layer in range(spec.num_layers):
         for row in layer_rows:
-            experts = (
-                range(spec.moe.num_experts)
-                if spec.moe is not None and "{e}" in row.megatron
-                else (None,)
-            )
-            entries += [entry(row, "layer", layer, expert) for expert in experts]
-    entries.append(entry(_FINAL_NORM, "final_norm"))
+            experts: Sequence[int | None] = (None,)
+            if spec.moe is not None and "{e}" in row.megatron:
+                experts = range(spec.moe.num_experts)
+            entries += [_entry(row, sizes, "layer", layer, expert) for expert in experts]
+
+    entries.append(_entry(_FINAL_NORM, sizes, "final_norm"))
     if spec.head == "value":
-        entries += [entry(row, "output") for row in _VALUE]
+        entries += [_entry(row, sizes, "output") for row in _VALUE]
     elif not spec.tied:
-        entries.append(entry(_OUTPUT, "output"))
+        entries.append(_entry(_OUTPUT, sizes, "output"))
     return WeightTable(spec, padded_vocab, entries)
+
+
+def _entry(
+    row: WeightRow, sizes: Sizes, place: Place, layer: int | None = None, expert: int | None = None
+) -> Entry:
+    megatron_prefix = "" if layer is None else f"decoder.layers.{layer}."
+    hf_prefix = "" if layer is None else f"model.layers.{layer}."
+    return Entry(
+        megatron_name=megatron_prefix + row.megatron.replace("{e}", str(expert)),
+        hf_names=tuple(hf_prefix + name.replace("{e}", str(expert)) for name in row.hf),
+        hf_shapes=row.transform.hf_shapes(sizes),
+        megatron_shape=row.transform.megatron_shape(sizes),
+        place=place,
+        layer=layer,
+        expert=expert,
+        transform=row.transform,
+        sizes=sizes,
+    )
 
 
 def _check_shape(name: str, got: Shape, expected: Shape) -> None:

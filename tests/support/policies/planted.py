@@ -388,7 +388,7 @@ PLANTED: dict[str, Planted] = {
     # ---------------------------------------------------------------------------------------------------
     # conversion
     "gate and up are swapped": Planted(
-        target="pacs_megatron.models.table.Rows.to_hf",
+        target="pacs_megatron.models.table.Concat.to_hf",
         change=lambda original, *args: original(*args)[::-1],
     ),
     "key and value are swapped": Planted(
