@@ -1,9 +1,12 @@
 """Collects a step's samples on every rank: sends requests to the driver, samples with the embedded
 engine, shares facts.
 
-Concurrency: collective. Rank 0 exchanges messages with the driver. The other ranks wait in
-`ControlChannel.receive` until `generate` (sample this rank's share) or the last decision of the
-request.
+Concurrency: collective. Rank 0 exchanges messages with the driver and sends each response that
+concerns all ranks as a decision. The other ranks wait in `ControlChannel.receive` for it:
+
+    generate   every rank samples its share; rank 0 gathers the samples for the driver
+    stop       every rank raises the error or Interrupted
+    others     the response of the request
 """
 
 import logging
@@ -52,17 +55,31 @@ class DriverState(NamedTuple):
 
 
 class Rollouts:
+    """The collective requests to the driver. Every method is called by all ranks together."""
+
     def __init__(
-        self, channel: ControlChannel, driver: DriverClient | None, engine: EmbeddedEngine | None, *,
+        self,
+        channel: ControlChannel,
+        driver: DriverClient | None,
+        engine: EmbeddedEngine | None,
+        *,
         should_stop: Callable[[], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Sends nothing.
+
+        Args:
+            channel: of all ranks.
+            driver: on rank 0.
+            engine: the embedded engine; None with SGLang and with demonstrations.
+            should_stop: whether this rank has a stop request.
+        """
         self._rank = channel.rank
         self._channel = channel
         self._driver = driver
         self._engine = engine
         self._should_stop = should_stop
         self._orders: dict[int, dict[str, Any]] = {}
-        """on rank 0: steps trained -> position in the data, of the last boundaries"""
+        """on rank 0: trained steps -> position in the data, of the last two boundaries"""
         self.send_weights: Callable[[int], None]
         """sends the weights after the given number of steps to the rollout engine again;
         collective. The loop sets it
@@ -71,39 +88,48 @@ class Rollouts:
     def collect(self, step: int) -> StepSamples:
         """The admitted samples of `step`. Raises the driver's error on every rank."""
         header, arrays = self._exchange({"op": "rollout", "step": step}, trained=step - 1)
-        own = None
+        facts_arrays = None
         tokens = None
         if self._rank.rank == 0:
-            self._keep_order(step, header["order"])
-            own = {name: arrays.pop(name) for name in FACTS}
+            self._remember_order(step, header["order"])
+            facts_arrays = {name: arrays.pop(name) for name in FACTS}
             tokens = TokenBuffers(**arrays)
-        shared = broadcast_arrays(own, src=0, group=self._rank.control)
+        shared = broadcast_arrays(facts_arrays, src=0, group=self._rank.control)
         facts = SampleFacts(ids=tuple(header["ids"]), **shared)
         return StepSamples(facts=facts, tokens=tokens, metrics=header["metrics"])
 
     def evaluate(self, step: int) -> dict[str, list[ProblemCounts]]:
+        """Benchmark -> counts of every problem, with the weights after `step`.
+
+        Raises the driver's error on every rank.
+        """
         header, _ = self._exchange({"op": "evaluate", "step": step}, trained=step)
         return {
-            name: [ProblemCounts(**counts) for counts in found]
-            for name, found in header["benchmarks"].items()
+            name: [ProblemCounts(**counts) for counts in problems]
+            for name, problems in header["benchmarks"].items()
         }
 
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
         """State for the checkpoint after `trained` steps; empty on all ranks but 0.
 
-        Collective; raises on every rank.
+        If the driver is dead or does not respond, a checkpoint at a boundary has the position that
+        rank 0 remembers, without samples of later steps.
 
-        `final`: the run ends after this checkpoint. If the driver is dead or does not respond, a
-        checkpoint `at_boundary` of two steps is saved without samples of later steps.
+        Args:
+            trained: number of complete steps.
+            final: whether the run ends after this checkpoint.
+            at_boundary: whether the checkpoint is between two steps, not inside one.
+
+        Raises:
+            RolloutError: on every rank.
         """
+        request = {"op": "state", "trained": trained, "final": final}
 
         def call() -> DriverState:
             if self._driver is None:
                 return DriverState(None, None)
             try:
-                header, arrays = self._driver.call(
-                    {"op": "state", "trained": trained, "final": final}
-                )
+                header, arrays = self._driver.call(request)
             except RolloutError as error:
                 if not at_boundary or trained not in self._orders:
                     raise
@@ -111,22 +137,30 @@ class Rollouts:
                     "%s; step %d is saved without samples of later steps", error, trained
                 )
                 return DriverState(self._orders[trained], None)
-            return DriverState(
-                header["order"], (header["buffer"], arrays) if header["buffer"]["steps"] else None
-            )
+
+            buffer = header["buffer"]
+            return DriverState(header["order"], (buffer, arrays) if buffer["steps"] else None)
 
         return self._channel.run_together(call)
 
     def load_state(self, saved: DriverState, trained: int) -> None:
-        """Inverse of `state`; reads `saved` on rank 0 only. Collective; raises on every rank."""
+        """Inverse of `state`; reads `saved` on rank 0 only. Raises on every rank."""
         buffer, arrays = saved.buffer or (None, None)
-        self._keep_order(trained, saved.order if buffer is None else None)
+        self._remember_order(trained, saved.order if buffer is None else None)
         request = {"op": "load_state", "order": saved.order, "buffer": buffer}
-        driver = self._driver
-        self._channel.run_together(lambda: driver and driver.call(request, arrays))
 
-    def _keep_order(self, trained: int, order: dict[str, Any] | None) -> None:
-        self._orders = {step: kept for step, kept in self._orders.items() if step == trained - 1}
+        def call() -> None:
+            if self._driver is not None:
+                self._driver.call(request, arrays)
+
+        self._channel.run_together(call)
+
+    def _remember_order(self, trained: int, order: dict[str, Any] | None) -> None:
+        """Remembers the position in the data after `trained` steps, and the one before it."""
+        previous = self._orders.get(trained - 1)
+        self._orders = {}
+        if previous is not None:
+            self._orders[trained - 1] = previous
         if order is not None:
             self._orders[trained] = order
 
@@ -142,8 +176,10 @@ class Rollouts:
             header, arrays = self._exchange_once(request)
             if header["kind"] != "stale":
                 return header, arrays
-        lost = f"the rollout servers lost their weights {_MAX_RESENDS + 1} times during one request"
-        raise RolloutError(f"{lost}; see the logs in servers/ of the run's folder")
+        raise RolloutError(
+            f"the rollout servers lost their weights {_MAX_RESENDS + 1} times during one request; "
+            "see the logs in servers/ of the run's folder"
+        )
 
     def _exchange_once(self, request: Mapping[str, Any]) -> Message:
         if self._rank.rank:
@@ -154,16 +190,15 @@ class Rollouts:
         while header["kind"] == "generate":
             self._channel.send(header)
             # Not inside `_response`, because `_generate` already raises its errors on every rank.
-            samples, payload, stopped = self._generate(header, arrays)
-            if stopped:
+            samples, payload, is_stopped = self._generate(header, arrays)
+            reply = {"op": "samples", **samples}
+            if is_stopped:
                 # Every rank stops. The finished samples go into the checkpoint.
                 with suppress(RolloutError):  # `state` reports a lost driver
-                    driver.reply({"op": "samples", **samples}, payload, lambda: None)
+                    driver.reply(reply, payload, lambda: None)
                     driver.abandon()
                 raise Interrupted
-            header, arrays = self._response(
-                partial(driver.reply, {"op": "samples", **samples}, payload)
-            )
+            header, arrays = self._response(partial(driver.reply, reply, payload))
         self._channel.send(header)
         return header, arrays
 
@@ -180,7 +215,9 @@ class Rollouts:
                 self._raise_if_stop_requested()  # sampling may take long
             return header, arrays
         except (PacsError, Interrupted) as caught:
-            error = Interrupted() if self._driver.is_lost and self._should_stop() else caught
+            error = caught
+            if self._driver.is_lost and self._should_stop():
+                error = Interrupted()
             self._driver.abandon()
             self._channel.send(
                 {"kind": "stop", "type": type(error).__name__, "message": str(error)}
@@ -200,11 +237,13 @@ class Rollouts:
             raise Interrupted
 
     def _follow(self) -> dict[str, Any]:
+        """All ranks but 0: follows rank 0's decisions; returns the header of the response."""
         while True:
             decision = self._channel.receive()
             match decision["kind"]:
                 case "generate":
-                    if self._generate(decision, None)[2]:
+                    _, _, is_stopped = self._generate(decision, None)
+                    if is_stopped:
                         raise Interrupted
                 case "stop" if decision["type"] == Interrupted.__name__:
                     raise Interrupted
@@ -216,27 +255,36 @@ class Rollouts:
     def _generate(
         self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], bool]:
-        """(header, arrays, is stopped): all samples on rank 0, and whether any rank has a stop
-        request. Collective.
+        """Samples the requests of a `generate` message on all ranks.
 
         Every rank samples its chunks; a rank with a stop request stops between two chunks.
+
+        Args:
+            header: the message.
+            arrays: of the message, on rank 0; None elsewhere.
+
+        Returns:
+            Header and arrays of all samples, on rank 0; empty elsewhere.
+            Whether any rank has a stop request.
         """
         assert self._engine is not None
         shared = broadcast_arrays(arrays, src=0, group=self._rank.control)
         requests = requests_from_message(header, shared)
         samples: list[Sample] = []
-        stopped = self._channel.any_rank(
+        is_stopped = self._channel.any_rank(
             self._channel.run_together(partial(self._sample, requests, samples))
         )
-        own_header, own = samples_to_message(samples)
-        headers = gather_json(own_header, group=self._rank.control)
-        gathered = gather_arrays(own, group=self._rank.control)
+
+        rank_header, rank_arrays = samples_to_message(samples)
+        headers = gather_json(rank_header, group=self._rank.control)
+        gathered = gather_arrays(rank_arrays, group=self._rank.control)
         if headers is None or gathered is None:
-            return {}, {}, stopped
-        everything = [
-            s for part in zip(headers, gathered, strict=True) for s in samples_from_message(*part)
-        ]
-        return *samples_to_message(everything), stopped
+            return {}, {}, is_stopped
+        all_samples: list[Sample] = []
+        for share_header, share_arrays in zip(headers, gathered, strict=True):
+            all_samples += samples_from_message(share_header, share_arrays)
+        all_header, all_arrays = samples_to_message(all_samples)
+        return all_header, all_arrays, is_stopped
 
     def _sample(self, requests: Sequence[SampleRequest], samples: list[Sample]) -> bool:
         """Appends this rank's share to `samples`. Returns whether a stop request ended it early."""
@@ -245,7 +293,8 @@ class Rollouts:
             for sample in self._engine.stream(requests, self._should_stop):
                 samples.append(sample)
                 self._channel.on_heartbeat()
-                if self._driver is not None:  # an estimate: other ranks sample about as fast
+                if self._driver is not None:
+                    # An estimate: other ranks sample about as fast.
                     done = min(len(requests), len(samples) * self._rank.layout.world_size)
                     self._driver.on_progress(done, len(requests), False)
         except Interrupted:

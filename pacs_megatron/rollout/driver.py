@@ -3,11 +3,12 @@
 It owns prompt order, requests, rewards and admission.
 
 Concurrency: rank 0 sends one request at a time over a socket; every response has the request's
-number. The main thread waits for the socket and for the threads of the rollout buffer. During a
-long request (`rollout`, `evaluate`) it reports progress and handles `abandon` and `state`. For the
-embedded engine the driver sends `generate` and rank 0 replies with `samples` before the response.
-The driver ends when the socket closes; the kernel ends it when rank 0 dies. It ignores SIGINT,
-SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes the socket.
+number. The main thread waits for the socket and for the threads of the rollout buffer, which wake
+it over a socket pair. During a long request (`rollout`, `evaluate`) it reports progress and handles
+`abandon` and `state`. For the embedded engine the driver sends `generate` and rank 0 replies with
+`samples` before the response. The driver ends when the socket closes; the kernel ends it when rank
+0 dies. It ignores SIGINT, SIGTERM and SIGUSR1: rank 0 turns signals into decisions and then closes
+the socket.
 """
 
 import gc
@@ -28,6 +29,7 @@ import numpy as np
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import load_prompts, load_tokenizer
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
@@ -46,9 +48,8 @@ from pacs_megatron.sglang.build import open_engine
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health
 
-logger = logging.getLogger(
-    "pacs_megatron.rollout.driver"
-)  # not `__main__`: its info lines are dropped
+# Not `__main__`, whose info lines are dropped.
+logger = logging.getLogger("pacs_megatron.rollout.driver")
 _RESTART_POLL_S = 0.5
 _START_DELAY_S = 0.02
 """Delay of requests for later steps after a weight update.
@@ -58,17 +59,25 @@ They hold the GIL, but rank 0 needs a finished step first.
 
 
 class Driver:
+    """The driver of one run. `serve` handles requests; `close` ends servers and reward workers."""
+
     def __init__(
         self, config: RunConfig, run_dir: Path, model_dir: Path, connection: Connection
     ) -> None:
+        """Loads the data and starts reward workers and managed servers.
+
+        Raises PacsError, after which the process ends.
+        """
         self._config = config
         self._connection = connection
         self._tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
         self._decoding = threading.Lock()
         self._data = TrainData(config, model_dir, self._tokenizer)
         self._benchmarks = [
-            load_prompts(b, config.data, self._tokenizer) for b in config.evaluation.benchmarks
+            load_prompts(benchmark, config.data, self._tokenizer)
+            for benchmark in config.evaluation.benchmarks
         ]
+
         self._request: OpenRequest | None = None
         self._to_start: list[StepRollouts] = []
         """SGLang: rollouts that may be sampled, but whose samples are not requested yet"""
@@ -77,22 +86,11 @@ class Driver:
         """error of writing the samples' files; the next response reports it"""
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
-        self._engine: SglangEngine | None = None
+
         self._judge: Judge | None = None
         if config.reward is not None:
             self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
-        if config.rollout.sglang is not None:
-            # Servers start after the ranks have built and off-loaded the model: a server measures
-            # the free memory.
-            if (
-                config.rollout.starts_servers_on_trainer_gpus
-                and connection.receive()[0]["op"] != "start_servers"
-            ):
-                raise RolloutError("the trainer ended before the servers started")
-            model = config.model.model_copy(update={"path": str(model_dir)})
-            self._engine = open_engine(
-                config.rollout.sglang, model, run_dir / "servers", config.policy.routing
-            )
+        self._engine = self._open_engine(run_dir, model_dir)
         self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
         self._buffer = RolloutBuffer(
             self._judge, self._engine, self._data.take, self._wake, self._results.admits
@@ -102,163 +100,6 @@ class Driver:
         for part in (self._engine, self._judge):
             if part is not None:
                 part.close()
-
-    def _decode(self, ids: np.ndarray) -> str:
-        with self._decoding:
-            return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-
-    def begin_update(self, *, is_release: bool) -> Message:
-        """Pauses requests to the servers until `set_current`; returns the servers of the update,
-        each with its trainer rank.
-
-        `is_release`: the servers release their memory for the training step. Waits for a restarting
-        server, because it would use memory during the step; no server restarts before the next
-        update.
-        """
-        rollout = self._config.rollout.sglang
-        assert self._engine is not None and rollout is not None
-        self._engine.begin_update(is_release=is_release)
-        deadline = time.monotonic() + rollout.all_down_after_s
-        while True:
-            status = self._engine.status()
-            alive = [
-                (server.url, server.trainer_rank)
-                for server in status
-                if server.health is not Health.DEAD
-            ]
-            is_ready = (
-                not any(server.restarting for server in status) if is_release else bool(alive)
-            )
-            if is_ready:
-                return {"kind": "updating", "servers": alive}, {}
-            if not is_release and (
-                time.monotonic() > deadline or not any(server.returning for server in status)
-            ):
-                raise RolloutError(
-                    "no rollout server is alive: "
-                    + "; ".join(f"{s.url}: {s.reason}" for s in status)
-                )
-            time.sleep(_RESTART_POLL_S)
-
-    def set_current(self, version: int, digest: str, trained: int) -> Message:
-        """Records that the rollout engine has the weights after `trained` steps; starts SGLang on
-        all allowed steps.
-        """
-        self._buffer.sent.add(digest, trained)
-        self._buffer.forget(trained)
-        if self._engine is not None:
-            self._engine.set_current(version, digest)
-            if self._config.rollout.steps_ahead:
-                self._to_start = self._dispatch(trained + 1)
-                self._start_at = time.monotonic() + _START_DELAY_S
-        return {"kind": "current"}, {}
-
-    def _dispatch(self, step: int) -> list[StepRollouts]:
-        """Dispatches `step` and the later steps that may be sampled with the same weights; returns
-        their rollouts.
-        """
-        return self._buffer.dispatch(
-            step, min(step + self._config.rollout.steps_ahead, self._config.run.steps)
-        )
-
-    def rollout(self, number: int, step: int) -> None:
-        """Opens the request for a step's admitted samples. All earlier steps are already trained."""
-        self._buffer.forget(step - 1)
-        steps = self._dispatch(step)
-        # The ranks sample all allowed steps before they train, because the update replaces these
-        # weights.
-        for_ranks = [rollouts for rollouts in steps if rollouts.missing and self._engine is None]
-        if self._engine is not None:
-            self._buffer.start(steps[0])
-            self._to_start = steps
-            self._start_at = 0.0
-        respond = partial(self._results.step, sent=self._buffer.sent)
-        self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
-
-    def _refill(self, rollouts: StepRollouts) -> list[StepRollouts] | None:
-        """Adds prompts to a judged step with too few admitted groups; see `OpenRequest`."""
-        limit = self._config.admission.refill_rounds
-        wanted = self._config.batch.prompts_per_step
-        admitted = (
-            sum(self._results.admits(group) for group in rollouts.groups()) if limit else wanted
-        )
-        if admitted >= wanted or rollouts.cancelled or rollouts.is_returned:
-            return None
-        have = f"step {rollouts.step}: {admitted} of {wanted} groups are admitted"
-        prompts = self._data.refill(rollouts, wanted - admitted) if rollouts.refills < limit else ()
-        if not prompts:
-            is_last = rollouts.refills >= limit
-            reason = (
-                f"after admission.refill_rounds={limit}"
-                if is_last
-                else "the data has no other prompts"
-            )
-            logger.warning("%s; it trains on them: %s", have, reason)
-            return None
-        rollouts.extend(prompts, self._data.requests(prompts, rollouts.step))
-        logger.info(
-            "%s; refill %d of at most %d: %d more prompts",
-            have,
-            rollouts.refills,
-            limit,
-            len(prompts),
-        )
-        if self._engine is None:
-            return [rollouts]
-        self._buffer.start(rollouts)
-        return []
-
-    def evaluate(self, number: int, step: int) -> None:
-        """Opens the request for the counts of every benchmark's problems."""
-        config = self._config
-        prompts = tuple(prompt for benchmark in self._benchmarks for prompt in benchmark.prompts)
-        requests = evaluation_requests(
-            config.evaluation, self._benchmarks, run_seed=config.run.seed, step=step
-        )
-        rollouts = StepRollouts(
-            step=step, prompts=prompts, requests=tuple(requests), is_train=False
-        )
-        if self._engine is not None:
-            self._buffer.start(rollouts, urgent=True)
-        respond = partial(self._results.evaluation, benchmarks=self._benchmarks)
-        self._request = OpenRequest(
-            number, rollouts, respond, [rollouts] if self._engine is None else []
-        )
-
-    def _abandon(self) -> None:
-        """Closes the request without a response.
-
-        Steps keep their finished samples; an evaluation restarts later.
-        """
-        if (
-            self._engine is not None
-            and self._request is not None
-            and not self._request.rollouts.is_train
-        ):
-            self._engine.cancel([request.id for request in self._request.rollouts.missing])
-        self._request = None
-
-    def state(self, trained: int, *, final: bool) -> Message:
-        """The position in the data and the rollouts of later steps, for a checkpoint after
-        `trained` steps.
-
-        `final` ends the reward workers first, because the run keeps no later verdict.
-        """
-        if final and self._judge is not None:
-            self._judge.close()
-        self._buffer.forget(trained)
-        header, arrays = self._buffer.state()
-        return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
-
-    def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
-        with parsing("the checkpoint's state.json (driver)", CheckpointError):
-            self._data.order.load_state_dict(header["order"])
-        with parsing("the checkpoint's buffer.json", CheckpointError):
-            if header["buffer"] is not None:
-                self._buffer.load_state(
-                    (header["buffer"], dict(arrays)), self._data.by_id, self._data.requests
-                )
-        return {"kind": "loaded"}, {}
 
     def serve(self) -> None:
         """Handles requests until `close`.
@@ -274,6 +115,7 @@ class Driver:
                 wait_s = max(0.0, self._start_at - time.monotonic())
             sources: list[Connection | socket.socket] = [self._connection, self._woken]
             ready, _, _ = select.select(sources, [], [], wait_s)
+
             if self._woken in ready:
                 self._woken.recv(1 << 16)
             if self._connection in ready:
@@ -284,6 +126,180 @@ class Driver:
             if self._request is not None:
                 self._advance(self._request)
             self._do_later_work()
+
+    # ----------------------------------------------------------------------------------------------
+    # The requests. Each method returns its response, or opens the request.
+
+    def rollout(self, number: int, step: int) -> None:
+        """Opens the request for a step's admitted samples. All earlier steps are trained."""
+        self._buffer.forget(step - 1)
+        steps = self._dispatch(step)
+        for_ranks: list[StepRollouts] = []
+        if self._engine is None:
+            # The ranks sample all allowed steps before they train, because the update replaces
+            # these weights.
+            for_ranks = [rollouts for rollouts in steps if rollouts.missing]
+        else:
+            self._buffer.start(steps[0])
+            self._to_start = steps
+            self._start_at = 0.0
+        respond = partial(self._results.step, sent=self._buffer.sent)
+        self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
+
+    def evaluate(self, number: int, step: int) -> None:
+        """Opens the request for the counts of every benchmark's problems."""
+        config = self._config
+        prompts: list[Prompt] = []
+        for benchmark in self._benchmarks:
+            prompts += benchmark.prompts
+        requests = evaluation_requests(
+            config.evaluation, self._benchmarks, run_seed=config.run.seed, step=step
+        )
+        rollouts = StepRollouts(
+            step=step, prompts=tuple(prompts), requests=tuple(requests), is_train=False
+        )
+        if self._engine is not None:
+            self._buffer.start(rollouts, urgent=True)
+        for_ranks = [rollouts] if self._engine is None else []
+        respond = partial(self._results.evaluation, benchmarks=self._benchmarks)
+        self._request = OpenRequest(number, rollouts, respond, for_ranks)
+
+    def state(self, trained: int, *, final: bool) -> Message:
+        """The position in the data and the rollouts of later steps, for a checkpoint after
+        `trained` steps.
+
+        `final` ends the reward workers first, because the run keeps no later verdict.
+        """
+        if final and self._judge is not None:
+            self._judge.close()
+        self._buffer.forget(trained)
+        header, arrays = self._buffer.state()
+        return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
+
+    def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
+        """Inverse of `state`. Raises CheckpointError."""
+        with parsing("the checkpoint's state.json (driver)", CheckpointError):
+            self._data.order.load_state_dict(header["order"])
+        with parsing("the checkpoint's buffer.json", CheckpointError):
+            buffer = header["buffer"]
+            if buffer is not None:
+                saved = (buffer, dict(arrays))
+                self._buffer.load_state(saved, self._data.by_id, self._data.requests)
+        return {"kind": "loaded"}, {}
+
+    def begin_update(self, *, is_release: bool) -> Message:
+        """Pauses requests to the servers until `set_current`; returns the servers of the update,
+        each with its trainer rank.
+
+        `is_release`: the servers release their memory for the training step. Waits for a restarting
+        server, because it would use memory during the step; no server restarts before the next
+        update.
+
+        Raises RolloutError if no server is alive for an update.
+        """
+        options = self._config.rollout.sglang
+        assert self._engine is not None and options is not None
+        self._engine.begin_update(is_release=is_release)
+        deadline = time.monotonic() + options.all_down_after_s
+        while True:
+            status = self._engine.status()
+            alive = [
+                (server.url, server.trainer_rank)
+                for server in status
+                if server.health is not Health.DEAD
+            ]
+            if is_release:
+                is_ready = not any(server.restarting for server in status)
+            else:
+                is_ready = bool(alive)
+            if is_ready:
+                return {"kind": "updating", "servers": alive}, {}
+
+            can_return = any(server.returning for server in status)
+            if not is_release and (time.monotonic() > deadline or not can_return):
+                reasons = "; ".join(f"{server.url}: {server.reason}" for server in status)
+                raise RolloutError(f"no rollout server is alive: {reasons}")
+            time.sleep(_RESTART_POLL_S)
+
+    def set_current(self, version: int, digest: str, trained: int) -> Message:
+        """Records that the rollout engine has the weights after `trained` steps; starts SGLang on
+        all allowed steps.
+        """
+        self._buffer.sent.add(digest, trained)
+        self._buffer.forget(trained)
+        if self._engine is not None:
+            self._engine.set_current(version, digest)
+            if self._config.rollout.steps_ahead:
+                self._to_start = self._dispatch(trained + 1)
+                self._start_at = time.monotonic() + _START_DELAY_S
+        return {"kind": "current"}, {}
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _open_engine(self, run_dir: Path, model_dir: Path) -> SglangEngine | None:
+        """SGLang's client, with the managed servers started; None for other engines."""
+        config = self._config
+        if config.rollout.sglang is None:
+            return None
+        if config.rollout.starts_servers_on_trainer_gpus:
+            # Servers start after the ranks have built and off-loaded the model: a server measures
+            # the free memory.
+            header, _ = self._connection.receive()
+            if header["op"] != "start_servers":
+                raise RolloutError("the trainer ended before the servers started")
+        model = config.model.model_copy(update={"path": str(model_dir)})
+        return open_engine(config.rollout.sglang, model, run_dir / "servers", config.policy.routing)
+
+    def _dispatch(self, step: int) -> list[StepRollouts]:
+        """Dispatches `step` and the later steps that may be sampled with the same weights; returns
+        their rollouts.
+        """
+        last = min(step + self._config.rollout.steps_ahead, self._config.run.steps)
+        return self._buffer.dispatch(step, last)
+
+    def _refill(self, rollouts: StepRollouts) -> list[StepRollouts] | None:
+        """Adds prompts to a judged step with too few admitted groups; see `OpenRequest`."""
+        limit = self._config.admission.refill_rounds
+        if not limit or rollouts.cancelled or rollouts.is_returned:
+            return None
+        num_required = self._config.batch.prompts_per_step
+        num_admitted = sum(self._results.admits(group) for group in rollouts.groups())
+        if num_admitted >= num_required:
+            return None
+
+        prompts: tuple[Prompt, ...] = ()
+        if rollouts.refills < limit:
+            prompts = self._data.refill(rollouts, num_required - num_admitted)
+        shortfall = f"step {rollouts.step}: {num_admitted} of {num_required} groups are admitted"
+        if not prompts:
+            reason = "the data has no other prompts"
+            if rollouts.refills >= limit:
+                reason = f"after admission.refill_rounds={limit}"
+            logger.warning("%s; it trains on them: %s", shortfall, reason)
+            return None
+
+        rollouts.extend(prompts, self._data.requests(prompts, rollouts.step))
+        logger.info(
+            "%s; refill %d of at most %d: %d more prompts",
+            shortfall,
+            rollouts.refills,
+            limit,
+            len(prompts),
+        )
+        if self._engine is None:
+            return [rollouts]
+        self._buffer.start(rollouts)
+        return []
+
+    def _abandon(self) -> None:
+        """Closes the request without a response.
+
+        Steps keep their finished samples; an evaluation restarts later.
+        """
+        request = self._request
+        self._request = None
+        if self._engine is not None and request is not None and not request.rollouts.is_train:
+            self._engine.cancel([missing.id for missing in request.rollouts.missing])
 
     def _do_later_work(self) -> None:
         """Does the work that follows a response: requests samples of later steps and writes the
@@ -335,9 +351,11 @@ class Driver:
         self._send(request.number, request.advance)
         if request.is_closed:
             self._request = None
-        elif (
-            self._request is not None and self._engine is not None and self._engine.needs_weights()
-        ):
+            return
+        # An error response has closed the request.
+        if self._request is None or self._engine is None:
+            return
+        if self._engine.needs_weights():
             logger.warning(
                 "no rollout server has the current weights; requesting them from the trainer once "
                 "more"
@@ -363,10 +381,15 @@ class Driver:
             self._connection.send({**header, "request": number}, arrays)
 
     def _wake(self) -> None:
-        with suppress(
-            BlockingIOError
-        ):  # the buffer is full, so the main thread will wake up anyway
+        """Wakes the main thread; called from any thread."""
+        # With a full buffer the main thread wakes up anyway.
+        with suppress(BlockingIOError):
             self._waker.send(b"\0")
+
+    def _decode(self, ids: np.ndarray) -> str:
+        """The text of response ids; called from any thread."""
+        with self._decoding:
+            return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
 def _error_message(number: int, error: PacsError) -> dict[str, Any]:
@@ -390,16 +413,18 @@ def main(arguments: Sequence[str]) -> int:
     ignore_job_signals()
     run_dir = Path(arguments[0])
     model_dir = Path(arguments[1])
-    fd = int(arguments[2])
+    descriptor = int(arguments[2])
     setup_logging(None, 0)
     threading.excepthook = _end_with_thread
-    connection = Connection(socket.socket(fileno=fd), "trainer")
+
+    connection = Connection(socket.socket(fileno=descriptor), "trainer")
     config = load_config(run_dir / "config.yaml").config
     try:
         driver = Driver(config, run_dir, model_dir, connection)
     except PacsError as error:
         connection.send(_error_message(0, error))
         return int(error.exit_code)
+
     # Freezes the half a million objects of the imports: to scan them holds the GIL for 0.2 s and
     # more.
     gc.collect()

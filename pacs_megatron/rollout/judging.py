@@ -16,18 +16,6 @@ from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
 from pacs_megatron.runtime.closing import Closing
 
-
-def label_sample(
-    sample: Sample, reward: float, label: int, *, judge_truncated: bool = False, details: Any = None
-) -> Sample:
-    """`sample` with its verdict.
-
-    A truncated response has label 0 for any reward, unless `judge_truncated`.
-    """
-    label = 0 if sample.stop is Stop.LENGTH and not judge_truncated else label
-    return replace(sample, reward=reward, label=label, reward_details=details)
-
-
 Judged = Callable[[Sample | RewardError], None]
 """Called in a thread of the pool with the judged sample, or with the error that prevented a
 verdict.
@@ -35,18 +23,42 @@ verdict.
 
 
 class Judge(Closing):
-    """A reward pool for samples.
-
-    `decode` turns response ids into the verifier's text; it must be thread-safe.
-    """
+    """A reward pool for samples."""
 
     def __init__(
         self, options: AnyReward, decode: Callable[[np.ndarray], str], *, truncated: Truncated
     ) -> None:
+        """Starts the pool. Raises ConfigError or RewardError.
+
+        Args:
+            options: the reward.
+            decode: turns response ids into the verifier's text; must be thread-safe.
+            truncated: `admission.truncated`; with "judge" the verdict is the label of a truncated
+                response, otherwise 0.
+        """
         self._pool = RewardPool(options)
         self._options = options
         self._decode = decode
         self._truncated = truncated
+
+    def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
+        """Submits `sample` and returns; `done` is called later.
+
+        `text` is the response if it is already decoded. Raises RewardError if the pool has ended.
+        """
+        response = self._decode(sample.response_ids) if text is None else text
+
+        def deliver(verdict: Verdict | RewardError) -> None:
+            done(self._apply(sample, verdict))
+
+        self._pool.submit(sample.id, prompt, response, deliver)
+
+    def check(self, judged: list[Sample]) -> None:
+        """Raises RewardError if more than the configured share of these samples could not be
+        judged.
+        """
+        failures = [sample.failure for sample in judged if sample.failure is not None]
+        check_failures(failures, len(judged), self._options.max_failure_frac)
 
     def close(self) -> None:
         """Ends the pool.
@@ -55,23 +67,6 @@ class Judge(Closing):
         returns.
         """
         self._pool.close()
-
-    def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
-        """Submits `sample` and returns; `done` is called later.
-
-        `text` is the response if it is already decoded. Raises RewardError if the pool has ended.
-        """
-        response = self._decode(sample.response_ids) if text is None else text
-        self._pool.submit(
-            sample.id, prompt, response, lambda verdict: done(self._apply(sample, verdict))
-        )
-
-    def check(self, judged: list[Sample]) -> None:
-        """Raises RewardError if more than the configured share of these samples could not be
-        judged.
-        """
-        failures = [s.failure for s in judged if s.failure is not None]
-        check_failures(failures, len(judged), self._options.max_failure_frac)
 
     def _apply(self, sample: Sample, verdict: Verdict | RewardError) -> Sample | RewardError:
         if isinstance(verdict, RewardError):
@@ -82,7 +77,22 @@ class Judge(Closing):
             label = label_of(verdict.reward, self._options.label_threshold)
         except RewardError as error:
             return RewardError(f"sample {sample.id}: {error}")
-        is_judged = self._truncated == "judge"
         return label_sample(
-            sample, verdict.reward, label, judge_truncated=is_judged, details=verdict.details
+            sample,
+            verdict.reward,
+            label,
+            judge_truncated=self._truncated == "judge",
+            details=verdict.details,
         )
+
+
+def label_sample(
+    sample: Sample, reward: float, label: int, *, judge_truncated: bool = False, details: Any = None
+) -> Sample:
+    """`sample` with its verdict.
+
+    A truncated response has label 0 for any reward, unless `judge_truncated`.
+    """
+    if sample.stop is Stop.LENGTH and not judge_truncated:
+        label = 0
+    return replace(sample, reward=reward, label=label, reward_details=details)

@@ -1,9 +1,9 @@
 """A state machine for the request that rank 0 waits for.
 
     SAMPLE --`generate` is sent--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step
-    ahead
-    SAMPLE --the ranks have nothing left to sample--> WAIT --every sample is judged--> closed, with
-    the response
+    SAMPLE --the ranks have nothing left to sample--> WAIT
+    WAIT --every sample is judged, `refill` adds prompts--> SAMPLE
+    WAIT --every sample is judged--> closed, with the response
 
 With SGLang and with demonstrations the ranks sample nothing.
 """
@@ -29,12 +29,15 @@ class OpenRequest:
         for_ranks: Sequence[StepRollouts] = (),
         refill: Callable[[StepRollouts], Sequence[StepRollouts] | None] = lambda _rollouts: None,
     ) -> None:
-        """`respond` returns the response after all of `rollouts` are judged.
+        """Sends nothing; `advance` returns the messages.
 
-        The ranks sample `for_ranks` before.
-
-        `refill` may add prompts to the judged rollouts. It returns the rollouts that the ranks
-        sample next, or None.
+        Args:
+            number: of the request; its messages repeat it.
+            rollouts: the samples that the response needs.
+            respond: returns the response after all of `rollouts` are judged.
+            for_ranks: what the ranks sample before.
+            refill: may add prompts to the judged rollouts; returns the rollouts that the ranks
+                sample next, or None.
         """
         self.number = number
         self.rollouts = rollouts
@@ -54,15 +57,18 @@ class OpenRequest:
             self._in_ranks = self._for_ranks.popleft()
             header, arrays = requests_to_message(self._in_ranks.prompts, self._in_ranks.missing)
             return {"kind": "generate", "step": self._in_ranks.step, **header}, arrays
-        if self.rollouts.is_done:
-            if (more := self._refill(self.rollouts)) is not None:
-                self._for_ranks.extend(more)
-                return self.advance()
-            self.is_closed = True
-            return self._respond(self.rollouts)
-        return self._progress()
+        if not self.rollouts.is_done:
+            return self._progress()
+
+        refilled = self._refill(self.rollouts)
+        if refilled is not None:
+            self._for_ranks.extend(refilled)
+            return self.advance()
+        self.is_closed = True
+        return self._respond(self.rollouts)
 
     def take_in_ranks(self) -> StepRollouts:
+        """The rollouts that the ranks have sampled; `advance` continues after it."""
         assert self._in_ranks is not None
         rollouts = self._in_ranks
         self._in_ranks = None
@@ -74,12 +80,19 @@ class OpenRequest:
         """
         if time.monotonic() - self._reported_at < PROGRESS_INTERVAL_S:
             return None
-        report = (len(self.rollouts.judged), self.rollouts.num_wanted, not self.rollouts.missing)
+        done = len(self.rollouts.judged)
+        total = self.rollouts.num_required
+        waits_for_rewards = not self.rollouts.missing
+        report = (done, total, waits_for_rewards)
         if report == self._reported:
             return None
+
         self._reported = report
         self._reported_at = time.monotonic()
-        return {
+        header = {
             "kind": "progress",
-            **dict(zip(("done", "total", "waits_for_rewards"), report, strict=True)),
-        }, {}
+            "done": done,
+            "total": total,
+            "waits_for_rewards": waits_for_rewards,
+        }
+        return header, {}

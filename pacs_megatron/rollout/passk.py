@@ -54,20 +54,27 @@ class PassAtK(NamedTuple):
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1}^{n} (1 - k / i): at least one of k of
-    the n responses is correct.
+    """The probability that at least one of k responses, drawn from the n, is correct.
 
-    Raises ValueError for impossible counts; the configuration rejects a k above n.
+    1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1}^{n} (1 - k / i), without large binomials.
+    Source: eq. (1) and the paper's stable form of it.
+
+    Args:
+        num_samples: n, judged responses of a problem.
+        num_correct: c.
+        k: at most n; the configuration rejects a larger one.
+
+    Raises:
+        ValueError: for impossible counts.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
             f"num_correct={num_correct} and k={k} do not fit num_samples={num_samples}"
         )
-    if num_samples - num_correct < k:
+    num_wrong = num_samples - num_correct
+    if num_wrong < k:
         return 1.0
-    return 1.0 - math.prod(
-        1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1)
-    )
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_wrong + 1, num_samples + 1))
 
 
 def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
@@ -77,39 +84,53 @@ def aggregate(problems: Iterable[ProblemCounts], k: int) -> PassAtK:
     A problem with fewer than k judged responses because the verifier failed is excluded and
     counted. The result does not depend on the order of `problems`.
     """
-    problems = list(problems)
-    counted = [p for p in problems if not p.num_samples < k <= p.num_samples + p.num_unjudged]
-    values = [pass_at_k(p.num_samples, p.num_correct, k) for p in counted]
-    count = len(counted)
+    values = []
+    num_excluded = 0
+    for problem in problems:
+        num_responses = problem.num_samples + problem.num_unjudged
+        if problem.num_samples < k <= num_responses:
+            num_excluded += 1
+        else:
+            values.append(pass_at_k(problem.num_samples, problem.num_correct, k))
+
     # fsum rounds once, so the result does not depend on the order.
-    mean = math.fsum(values) / count if count else None
-    error = None
-    if mean is not None and count >= 2:
-        error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    return PassAtK(mean, error, len(problems) - count)
+    count = len(values)
+    mean = None
+    standard_error = None
+    if count:
+        mean = math.fsum(values) / count
+        if count >= 2:
+            squares = math.fsum((value - mean) ** 2 for value in values)
+            standard_error = math.sqrt(squares / (count - 1) / count)
+    return PassAtK(mean, standard_error, num_excluded)
 
 
 def benchmark_metrics(
     benchmark: str, problems: Sequence[ProblemCounts], ks: Sequence[int]
 ) -> dict[str, float | None]:
-    """Metrics of a row of `metrics.jsonl`:
+    """Metrics of a benchmark for a row of `metrics.jsonl`.
 
-    `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them.
+    Args:
+        benchmark: its name.
+        problems: counts of every problem.
+        ks: the values of k.
 
-    `len_mean` (tokens) and `truncated_frac` are means over all responses, judged or not.
+    Returns:
+        `eval/<benchmark>/pass@k`, `.../pass@k_se`, and the counts behind them. `len_mean` (tokens)
+        and `truncated_frac` are means over all responses, judged or not.
     """
     prefix = f"eval/{benchmark}"
-    num_responses = sum(problem.num_samples + problem.num_unjudged for problem in problems)
+    num_samples = sum(problem.num_samples for problem in problems)
+    num_unjudged = sum(problem.num_unjudged for problem in problems)
+    num_tokens = sum(problem.num_tokens for problem in problems)
+    num_truncated = sum(problem.num_truncated for problem in problems)
+    num_responses = num_samples + num_unjudged
     metrics: dict[str, float | None] = {
         f"{prefix}/num_problems": len(problems),
-        f"{prefix}/num_samples": sum(problem.num_samples for problem in problems),
-        f"{prefix}/num_unjudged": sum(problem.num_unjudged for problem in problems),
-        f"{prefix}/len_mean": sum(p.num_tokens for p in problems) / num_responses
-        if num_responses
-        else None,
-        f"{prefix}/truncated_frac": sum(p.num_truncated for p in problems) / num_responses
-        if num_responses
-        else None,
+        f"{prefix}/num_samples": num_samples,
+        f"{prefix}/num_unjudged": num_unjudged,
+        f"{prefix}/len_mean": num_tokens / num_responses if num_responses else None,
+        f"{prefix}/truncated_frac": num_truncated / num_responses if num_responses else None,
     }
     for k in ks:
         result = aggregate(problems, k)

@@ -16,22 +16,37 @@ Purpose = Literal["train", "eval"]
 
 
 def sample_requests(
-    prompts: Sequence[Prompt], samples_per_prompt: int, sampling: SamplingOptions, *, run_seed: int, step: int,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    sampling: SamplingOptions,
+    *,
+    run_seed: int,
+    step: int,
     purpose: Purpose = "train",
-) -> list[SampleRequest]:  # fmt: skip
-    """`samples_per_prompt` requests for each prompt, siblings adjacent, in the order of `prompts`."""
+) -> list[SampleRequest]:
+    """`samples_per_prompt` requests for each prompt, in the order of `prompts`; siblings adjacent.
+
+    Args:
+        prompts: with unique ids.
+        samples_per_prompt: size of a group.
+        sampling: the parameters of every request.
+        run_seed: `run.seed`.
+        step: the training step, or the step before the evaluation.
+        purpose: separates an evaluation from the training step with the same number.
+    """
     prefix = f"{step}:" if purpose == "train" else f"{purpose}{step}:"
-    return [
-        SampleRequest(
-            id=f"{prefix}{prompt.id}#{index}",
-            prompt_id=prompt.id,
-            token_ids=prompt.token_ids,
-            seed=sample_seed(run_seed, step, prompt.id, index, purpose=purpose),
-            params=sampling,
-        )
-        for prompt in prompts
-        for index in range(samples_per_prompt)
-    ]
+    requests = []
+    for prompt in prompts:
+        for index in range(samples_per_prompt):
+            request = SampleRequest(
+                id=f"{prefix}{prompt.id}#{index}",
+                prompt_id=prompt.id,
+                token_ids=prompt.token_ids,
+                seed=sample_seed(run_seed, step, prompt.id, index, purpose=purpose),
+                params=sampling,
+            )
+            requests.append(request)
+    return requests
 
 
 def evaluation_requests(
@@ -42,10 +57,15 @@ def evaluation_requests(
     """
     assert options.sampling is not None  # the config requires it with benchmarks
     requests: list[SampleRequest] = []
-    for benchmark, found in zip(options.benchmarks, benchmarks, strict=True):
-        num = draws_of(options, benchmark)[0]
+    for benchmark, prompt_set in zip(options.benchmarks, benchmarks, strict=True):
+        samples_per_prompt, _ = draws_of(options, benchmark)
         requests += sample_requests(
-            found.prompts, num, options.sampling, run_seed=run_seed, step=step, purpose="eval"
+            prompt_set.prompts,
+            samples_per_prompt,
+            options.sampling,
+            run_seed=run_seed,
+            step=step,
+            purpose="eval",
         )
     return requests
 
@@ -59,4 +79,5 @@ def sample_seed(
     """
     # prompt_id, the only free text, comes last, so different requests never give the same bytes.
     key = f"{purpose}|{run_seed}|{step}|{index}|{prompt_id}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8, person=b"pacs-sample").digest(), "big") >> 1
+    digest = blake2b(key, digest_size=8, person=b"pacs-sample").digest()
+    return int.from_bytes(digest, "big") >> 1

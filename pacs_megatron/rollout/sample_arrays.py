@@ -1,5 +1,6 @@
-"""Requests and samples as flat arrays and a JSON header, for messages between driver and ranks,
-checkpoints and records.
+"""Converts requests and samples to a JSON header and flat arrays, and back.
+
+Messages between driver and ranks, checkpoints and records have this form.
 
 A record, `rollouts/step_000012.safetensors`, has the exact samples of a step. Its arrays are int32
 token ids, float32 log-probs and the sampler's experts; its metadata has ids, prompt lengths, stop
@@ -22,15 +23,26 @@ from pacs_megatron.contracts import Prompt, Sample, SampleRequest, SamplingOptio
 from pacs_megatron.runtime.files import write_atomically
 
 Message = tuple[dict[str, Any], dict[str, np.ndarray]]
+"""JSON header and flat arrays"""
 
 
 def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Message:
-    """The message of `requests`, which share their sampling parameters and belong to `prompts`."""
-    number = {prompt.id: k for k, prompt in enumerate(prompts)}
+    """The message of requests that share their sampling parameters.
+
+    Args:
+        prompts: those of the requests.
+        requests: at least one.
+
+    Returns:
+        Header: `ids`, `prompts` (number of the prompt) and `seeds` by request; `prompt_ids` by
+        prompt; `params`, the sampling parameters.
+        Arrays: `token_ids`, int32, prompt after prompt; `offsets`, int64 [prompts + 1].
+    """
+    number_of = {prompt.id: number for number, prompt in enumerate(prompts)}
     token_ids, offsets = flat([prompt.token_ids for prompt in prompts], np.int32)
     header = {
         "ids": [request.id for request in requests],
-        "prompts": [number[request.prompt_id] for request in requests],
+        "prompts": [number_of[request.prompt_id] for request in requests],
         "seeds": [request.seed for request in requests],
         "prompt_ids": [prompt.id for prompt in prompts],
         "params": requests[0].params.model_dump(mode="json"),
@@ -42,42 +54,48 @@ def requests_from_message(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> list[SampleRequest]:
     """Inverse of `requests_to_message`; requests of one prompt share its token array."""
-    prompts = [arrays["token_ids"][start:stop] for start, stop in pairwise(arrays["offsets"])]
+    prompts = _split(arrays["token_ids"], arrays["offsets"])
     params = SamplingOptions.model_validate(header["params"])
-    return [
-        SampleRequest(
+    requests = []
+    for sample_id, number, seed in zip(
+        header["ids"], header["prompts"], header["seeds"], strict=True
+    ):
+        request = SampleRequest(
             id=sample_id,
-            prompt_id=header["prompt_ids"][k],
-            token_ids=prompts[k],
+            prompt_id=header["prompt_ids"][number],
+            token_ids=prompts[number],
             seed=seed,
             params=params,
         )
-        for sample_id, k, seed in zip(
-            header["ids"], header["prompts"], header["seeds"], strict=True
-        )
-    ]
+        requests.append(request)
+    return requests
 
 
 def samples_to_message(samples: Sequence[Sample]) -> Message:
-    """The message of samples: token ids, log-probs, experts and weight versions, without rewards
-    and labels.
+    """The message of samples, without rewards and labels.
+
+    Returns:
+        Header: `ids`, `prompt_ids`, `prompt_lens`, `stops`, `spans` (weight versions), by sample.
+        Arrays, sample after sample, each with its offsets [samples + 1]: `token_ids`, int32;
+        `logprobs`, float32; `routes`, int16, if a sample has the sampler's experts.
     """
     header = {
-        "ids": [s.id for s in samples],
-        "prompt_ids": [s.prompt_id for s in samples],
-        "prompt_lens": [s.prompt_len for s in samples],
-        "stops": [s.stop for s in samples],
-        "spans": [[astuple(span) for span in s.spans] for s in samples],
+        "ids": [sample.id for sample in samples],
+        "prompt_ids": [sample.prompt_id for sample in samples],
+        "prompt_lens": [sample.prompt_len for sample in samples],
+        "stops": [sample.stop for sample in samples],
+        "spans": [[astuple(span) for span in sample.spans] for sample in samples],
     }
     arrays: dict[str, np.ndarray] = {}
-    arrays["token_ids"], arrays["offsets"] = flat([s.token_ids for s in samples], np.int32)
-    arrays["logprobs"], arrays["logprob_offsets"] = flat(
-        [s.sampler_logprobs for s in samples], np.float32
-    )
-    recorded = [s.routes for s in samples if s.routes is not None]
+    token_ids = [sample.token_ids for sample in samples]
+    arrays["token_ids"], arrays["offsets"] = flat(token_ids, np.int32)
+    logprobs = [sample.sampler_logprobs for sample in samples]
+    arrays["logprobs"], arrays["logprob_offsets"] = flat(logprobs, np.float32)
+
+    recorded = [sample.routes for sample in samples if sample.routes is not None]
     if recorded:
-        none = recorded[0][:0]
-        routes = [none if s.routes is None else s.routes for s in samples]
+        empty = recorded[0][:0]
+        routes = [empty if sample.routes is None else sample.routes for sample in samples]
         arrays["routes"], arrays["route_offsets"] = flat(routes, np.int16)
     return header, arrays
 
@@ -85,16 +103,12 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
 def samples_from_message(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> list[Sample]:
-    def parts(values: str, offsets: str) -> list[np.ndarray]:
-        return [arrays[values][start:stop] for start, stop in pairwise(arrays[offsets])]
-
-    routes = (
-        parts("routes", "route_offsets")
-        if "routes" in arrays
-        else [np.empty(0)] * len(header["ids"])
-    )
-    tokens = parts("token_ids", "offsets")
-    logprobs = parts("logprobs", "logprob_offsets")
+    """Inverse of `samples_to_message`; the samples' arrays are views."""
+    tokens = _split(arrays["token_ids"], arrays["offsets"])
+    logprobs = _split(arrays["logprobs"], arrays["logprob_offsets"])
+    routes = [np.empty(0)] * len(header["ids"])
+    if "routes" in arrays:
+        routes = _split(arrays["routes"], arrays["route_offsets"])
     columns = zip(
         header["ids"],
         header["prompt_ids"],
@@ -103,34 +117,46 @@ def samples_from_message(
         header["spans"],
         strict=True,
     )
-    return [
-        Sample(
+
+    samples = []
+    for k, (sample_id, prompt_id, prompt_len, stop, spans) in enumerate(columns):
+        sample = Sample(
             id=sample_id,
             prompt_id=prompt_id,
             token_ids=tokens[k],
             prompt_len=prompt_len,
             sampler_logprobs=logprobs[k],
             spans=tuple(
-                Span(version=v, digest=d, start=start, end=end) for v, d, start, end in spans
+                Span(version=version, digest=digest, start=start, end=end)
+                for version, digest, start, end in spans
             ),
             stop=Stop(stop),
             routes=routes[k] if len(routes[k]) else None,
         )
-        for k, (sample_id, prompt_id, prompt_len, stop, spans) in enumerate(columns)
-    ]
+        samples.append(sample)
+    return samples
 
 
 def check_saved(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray], steps: range, vocab_size: int
 ) -> None:
-    """Raises ValueError for samples of a checkpoint that no sampler can return, although the digest
-    is right.
+    """Raises ValueError for samples of a checkpoint that no sampler can return.
+
+    Such a file can have the right digest.
+
+    Args:
+        header: of `rollouts_to_message`.
+        arrays: of `rollouts_to_message`.
+        steps: the steps that the buffer can have.
+        vocab_size: of the model.
     """
     for values, bounds in (("token_ids", "offsets"), ("logprobs", "logprob_offsets")):
         offsets = arrays[bounds]
         if offsets[0] != 0 or offsets[-1] != len(arrays[values]) or (np.diff(offsets) < 0).any():
             raise ValueError(f"{bounds} do not divide {values}")
-    if ((arrays["token_ids"] < 0) | (arrays["token_ids"] >= vocab_size)).any():
+
+    token_ids = arrays["token_ids"]
+    if ((token_ids < 0) | (token_ids >= vocab_size)).any():
         raise ValueError(f"a token id is not between 0 and {vocab_size - 1}")
     if not np.isfinite(arrays["logprobs"]).all():
         raise ValueError("a log-prob is not finite")
@@ -144,8 +170,19 @@ def check_saved(
 
 
 def write_record(path: Path, samples: Sequence[Sample]) -> None:
-    """Writes a record of samples without verdicts, in the given order; equal samples give equal
-    bytes.
+    """Writes a record of samples without verdicts, in the given order.
+
+    Equal samples give equal bytes.
+
+    Args:
+        path: with the suffix `.safetensors`.
+        samples: of one step.
     """
     header, arrays = samples_to_message(samples)
-    write_atomically(path, [save(arrays, metadata={"samples": json.dumps(header)})])
+    content = save(arrays, metadata={"samples": json.dumps(header)})
+    write_atomically(path, [content])
+
+
+def _split(values: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+    """A view for each sample."""
+    return [values[start:stop] for start, stop in pairwise(offsets)]

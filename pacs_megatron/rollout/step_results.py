@@ -1,5 +1,8 @@
-"""Computes the responses to `rollout` and `evaluate` (admitted samples, metrics, counts) and writes
-sample files.
+"""Computes the responses to `rollout` and `evaluate` and writes sample files.
+
+`rollout`: the admitted samples of a step as arrays, and its metrics. `evaluate`: the counts of each
+problem. The files, rollouts/step_*.jsonl and eval_*.jsonl, have all judged samples, also those that
+admission drops.
 """
 
 import logging
@@ -16,7 +19,7 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Group, Sample
 from pacs_megatron.data.prompts import PromptSet
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
-from pacs_megatron.rollout.admission import admit, shuffle_labels
+from pacs_megatron.rollout.admission import Admitted, admit, shuffle_labels
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.passk import count_problem
 from pacs_megatron.rollout.sample_arrays import Message, write_record
@@ -32,10 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 class StepResults:
+    """The responses of the driver, and the files of the samples behind them."""
+
     def __init__(
-        self, config: RunConfig, run_dir: Path, data: TrainData, judge: Judge | None,
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        data: TrainData,
+        judge: Judge | None,
         decode: Callable[[np.ndarray], str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._data = data
@@ -45,73 +54,83 @@ class StepResults:
         self._to_write: Callable[[], None] | None = None
 
     def admits(self, group: Group) -> bool:
-        """Whether a judged group will be trained, if it is not too stale."""
-        return bool(
-            admit([group], self._config.admission, min_group_size=self._min_group_size).groups
-        )
+        """Whether a judged group will be trained, unless it is stale. Any thread may call it."""
+        admitted = admit([group], self._config.admission, min_group_size=self._min_group_size)
+        return bool(admitted.groups)
 
     def step(self, rollouts: StepRollouts, sent: SentWeights) -> Message:
-        """The admitted samples of a step.
+        """The admitted samples of a step, with metrics.
 
-        Raises RewardError if too many samples could not be judged.
+        Returns the prompts of unfinished groups to the data. Raises RewardError if too many samples
+        could not be judged.
+
+        Args:
+            rollouts: all of its samples are judged.
+            sent: the weights that the rollout engine has had.
+
+        Returns:
+            Header: `ids`, `metrics`, and `order`, the position in the data without `max_staleness`.
+            Arrays of SampleFacts and TokenBuffers.
         """
         config = self._config
         step = rollouts.step
-        max_staleness = self._config.rollout.steps_ahead
-        judged = rollouts.in_order()
+        max_staleness = config.rollout.steps_ahead
         is_sampled = config.rollout.is_sampled
+        judged = rollouts.in_order()
         if self._judge is not None and is_sampled:
             self._judge.check(judged)
         if not rollouts.is_returned:
             self._data.put_back(rollouts.unfinished)
             rollouts.is_returned = True
-        staleness = {s.id: sent.staleness(s, step) for s in judged} if is_sampled else {}
-        stale = {sample_id for sample_id, age in staleness.items() if age > max_staleness}
-        # Synchronous training has stale samples only after an attempt with max_staleness; otherwise
-        # it omits the metric.
-        checked = stale if stale or max_staleness else None
-        admitted = admit(
-            rollouts.groups(), config.admission, min_group_size=self._min_group_size, stale=checked
-        )
-        kept = admitted.groups[: rollouts.enough]
+
+        staleness: dict[str, int] = {}
+        if is_sampled:
+            staleness = {sample.id: sent.staleness(sample, step) for sample in judged}
+        admitted = self._admit(rollouts, staleness)
+        groups = admitted.groups[: rollouts.enough]
         if rollouts.enough is not None:
-            admitted.counts["surplus_groups"] = (
-                len(admitted.groups) - len(kept) + len(rollouts.unfinished)
-            )
+            num_surplus = len(admitted.groups) - len(groups)
+            admitted.counts["surplus_groups"] = num_surplus + len(rollouts.unfinished)
         if config.data.shuffle_labels:
-            kept = shuffle_labels(kept, seed=config.run.seed, step=step)
+            groups = shuffle_labels(groups, seed=config.run.seed, step=step)
         if is_sampled:
             self._to_write = partial(self._write, rollouts, judged)
-        facts, tokens = tabulate(kept, routing=config.policy.routing)
+
+        facts, tokens = tabulate(groups, routing=config.policy.routing)
         arrays = facts_to_arrays(facts) | tokens_to_arrays(tokens)
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
         if config.admission.refill_rounds:
             metrics["admission/refills"] = float(rollouts.refills)
         if max_staleness:
-            trained = [sample for group in kept for sample in group.samples]
+            trained: list[Sample] = []
+            for group in groups:
+                trained += group.samples
             metrics |= staleness_metrics(trained, [staleness[sample.id] for sample in trained])
-        logger.info(
-            "step %d: %d samples in %.2f s", step, len(judged), time.perf_counter() - rollouts.since
-        )
+
+        seconds = time.perf_counter() - rollouts.since
+        logger.info("step %d: %d samples in %.2f s", step, len(judged), seconds)
         # Rank 0 keeps it, so that a run whose driver dies later can still save the checkpoint after
         # this step.
         order = None if max_staleness else self._data.order.state_dict()
         return {"kind": "groups", "ids": facts.ids, "metrics": metrics, "order": order}, arrays
 
     def evaluation(self, rollouts: StepRollouts, benchmarks: Sequence[PromptSet]) -> Message:
-        """The counts of every problem. Raises RewardError if too many samples could not be judged."""
+        """The counts of every problem; writes the samples.
+
+        Raises RewardError if too many samples could not be judged.
+        """
         judged = rollouts.in_order()
         assert self._judge is not None
         self._judge.check(judged)
         self._write(rollouts, judged)
-        of_problem = {group.prompt_id: group.samples for group in rollouts.groups()}
-        counts = {
-            benchmark.name: [
-                asdict(count_problem(prompt.id, of_problem[prompt.id]))
+
+        samples_of = {group.prompt_id: group.samples for group in rollouts.groups()}
+        counts = {}
+        for benchmark in benchmarks:
+            counts[benchmark.name] = [
+                asdict(count_problem(prompt.id, samples_of[prompt.id]))
                 for prompt in benchmark.prompts
             ]
-            for benchmark in benchmarks
-        }
         return {"kind": "evaluation", "benchmarks": counts}, {}
 
     def write_pending(self) -> None:
@@ -123,6 +142,19 @@ class StepResults:
         if self._to_write is not None:
             self._to_write()
             self._to_write = None
+
+    def _admit(self, rollouts: StepRollouts, staleness: dict[str, int]) -> Admitted:
+        max_staleness = self._config.rollout.steps_ahead
+        stale = {sample_id for sample_id, age in staleness.items() if age > max_staleness}
+        # Synchronous training has stale samples only after an attempt with max_staleness; otherwise
+        # it omits the metric.
+        reports_stale = bool(stale) or max_staleness > 0
+        return admit(
+            rollouts.groups(),
+            self._config.admission,
+            min_group_size=self._min_group_size,
+            stale=stale if reports_stale else None,
+        )
 
     def _write(self, rollouts: StepRollouts, samples: Sequence[Sample]) -> None:
         path = rollout_path(self._run_dir, rollouts.step, "step" if rollouts.is_train else "eval")

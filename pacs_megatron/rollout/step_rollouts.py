@@ -41,6 +41,7 @@ class StepRollouts:
     num_admitted: int = 0
     """complete, judged groups that will be admitted"""
     started: bool = False
+    """whether the missing samples are requested; SGLang only"""
     error: PacsError | None = None
     since: float = field(default_factory=time.perf_counter)
     by_id: dict[str, Prompt] = field(init=False)
@@ -63,10 +64,17 @@ class StepRollouts:
 
     @property
     def missing(self) -> list[SampleRequest]:
-        return [r for r in self.requests if r.id not in self.sampled and r.id not in self.cancelled]
+        """Requests without a sample, except cancelled ones."""
+        # Tests of membership do not fail while another thread adds a sample, an iteration does.
+        return [
+            request
+            for request in self.requests
+            if request.id not in self.sampled and request.id not in self.cancelled
+        ]
 
     @property
-    def num_wanted(self) -> int:
+    def num_required(self) -> int:
+        """Number of samples that must be judged."""
         return len(self.requests) - len(self.cancelled)
 
     @property
@@ -74,12 +82,13 @@ class StepRollouts:
         """Whether every sample is judged. Raises the error of the step, if there is one."""
         if self.error is not None:
             raise self.error
-        return len(self.judged) >= self.num_wanted
+        return len(self.judged) >= self.num_required
 
     @property
     def unfinished(self) -> list[str]:
         """Ids of prompts with a cancelled request: their groups stay incomplete."""
-        return list(dict.fromkeys(r.prompt_id for r in self.requests if r.id in self.cancelled))
+        cancelled = [request for request in self.requests if request.id in self.cancelled]
+        return list(dict.fromkeys(request.prompt_id for request in cancelled))
 
     def groups(self) -> list[Group]:
         """Judged groups in the order of the prompts; siblings in the order of their number."""
@@ -91,9 +100,15 @@ class StepRollouts:
         ids = self._ids_of[prompt_id]
         if not self.judged.issuperset(ids):
             return None
-        return Group(
-            prompt_id=prompt_id, samples=tuple(self.sampled[sample_id] for sample_id in ids)
-        )
+        samples = tuple(self.sampled[sample_id] for sample_id in ids)
+        return Group(prompt_id=prompt_id, samples=samples)
+
+    def in_order(self) -> list[Sample]:
+        """Judged samples in the order of the prompts."""
+        samples = []
+        for ids in self._ids_of.values():
+            samples += [self.sampled[sample_id] for sample_id in ids if sample_id in self.judged]
+        return samples
 
     def cancel_rest(self) -> list[str]:
         """Cancels every request that is not judged. Returns the ids of those in flight."""
@@ -101,32 +116,33 @@ class StepRollouts:
         self.cancelled = {request.id for request in self.requests if request.id not in self.judged}
         return in_flight
 
-    def in_order(self) -> list[Sample]:
-        """Judged samples in the order of the prompts."""
-        ids = [sample_id for of_prompt in self._ids_of.values() for sample_id in of_prompt]
-        return [self.sampled[sample_id] for sample_id in ids if sample_id in self.judged]
-
 
 _SAVED = ("step", "epoch", "enough", "is_returned", "refills")
+"""Fields that a checkpoint has under their names"""
 
 
 def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
-    """The message of all samples, judged or not. Inverse of `rollouts_from_message`."""
-    samples = [sample for rollouts in steps for sample in rollouts.sampled.values()]
+    """The message of all samples, judged or not. Inverse of `rollouts_from_message`.
+
+    Returns:
+        Header and arrays of `samples_to_message`. The header has also `steps`, and `rewards`
+        (reward and details by sample); the arrays `labels`, int8 [samples], -1 without a label.
+    """
+    samples: list[Sample] = []
+    saved_steps = []
+    for rollouts in steps:
+        samples += rollouts.sampled.values()
+        fields = {name: getattr(rollouts, name) for name in _SAVED}
+        fields["prompts"] = [prompt.id for prompt in rollouts.prompts]
+        fields["cancelled"] = sorted(rollouts.cancelled)
+        fields["samples"] = len(rollouts.sampled)
+        saved_steps.append(fields)
+
     header, arrays = samples_to_message(samples)
-    header["steps"] = [
-        {name: getattr(rollouts, name) for name in _SAVED}
-        | {
-            "prompts": [prompt.id for prompt in rollouts.prompts],
-            "cancelled": sorted(rollouts.cancelled),
-            "samples": len(rollouts.sampled),
-        }
-        for rollouts in steps
-    ]
-    header["rewards"] = [[s.reward, s.reward_details] for s in samples]
-    arrays["labels"] = np.array(
-        [-1 if s.label is None else s.label for s in samples], dtype=np.int8
-    )
+    header["steps"] = saved_steps
+    header["rewards"] = [[sample.reward, sample.reward_details] for sample in samples]
+    labels = [-1 if sample.label is None else sample.label for sample in samples]
+    arrays["labels"] = np.array(labels, dtype=np.int8)
     return header, arrays
 
 
@@ -136,64 +152,64 @@ def rollouts_from_message(
     prompts: Mapping[str, Prompt],
     requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
 ) -> list[StepRollouts]:
-    """The saved steps. Samples whose verifier failed will be judged again. Raises CheckpointError."""
-    verdicts = zip(
-        samples_from_message(header, arrays),
-        header["rewards"],
-        arrays["labels"].tolist(),
-        strict=True,
-    )
-    samples = [
-        sample if label < 0 else replace(sample, reward=reward, label=label, reward_details=details)
-        for sample, (reward, details), label in verdicts
-    ]
+    """The saved steps. Samples whose verifier failed will be judged again.
+
+    Args:
+        header: of `rollouts_to_message`.
+        arrays: of `rollouts_to_message`.
+        prompts: the data's prompts by id.
+        requests_of: returns the requests of a step's prompts.
+
+    Raises:
+        CheckpointError: if the data no longer has a prompt.
+        ValueError: if the message is malformed.
+    """
+    samples = _with_verdicts(header, arrays)
     steps = []
     start = 0
     for saved in header["steps"]:
-        missing = [prompt_id for prompt_id in saved["prompts"] if prompt_id not in prompts]
+        prompt_ids = saved["prompts"]
+        missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in prompts]
         if missing:
             raise CheckpointError(
                 f"the checkpoint's rollout buffer has samples of prompt {missing[0]}, which the "
                 "data no longer has; use the same data, or start a new run"
             )
-        found = samples[start : start + saved["samples"]]
-        for sample in found:
-            if sample.prompt_id not in saved["prompts"]:
+
+        stop = start + saved["samples"]
+        of_step = samples[start:stop]
+        start = stop
+        for sample in of_step:
+            if sample.prompt_id not in prompt_ids:
                 raise ValueError(
                     f"sample {sample.id} is of prompt {sample.prompt_id}, which is not in step "
                     f"{saved['step']}"
                 )
-        own = tuple(prompts[prompt_id] for prompt_id in saved["prompts"])
-        steps.append(
-            StepRollouts(
-                prompts=own,
-                requests=tuple(requests_of(own, saved["step"])),
-                sampled={sample.id: sample for sample in found},
-                judged={sample.id for sample in found if sample.label is not None},
-                cancelled=set(saved["cancelled"]),
-                **{name: saved[name] for name in _SAVED},
-            )
+
+        step_prompts = tuple(prompts[prompt_id] for prompt_id in prompt_ids)
+        rollouts = StepRollouts(
+            prompts=step_prompts,
+            requests=tuple(requests_of(step_prompts, saved["step"])),
+            sampled={sample.id: sample for sample in of_step},
+            judged={sample.id for sample in of_step if sample.label is not None},
+            cancelled=set(saved["cancelled"]),
+            **{name: saved[name] for name in _SAVED},
         )
-        start += saved["samples"]
+        steps.append(rollouts)
     return steps
 
 
-def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> dict[str, float]:
-    """Metrics before admission: means of rewards and labels over judged samples, lengths over all
-    samples.
-    """
-    rewarded = [s for s in samples if s.reward is not None]
-    lens = np.array([s.response_len for s in samples], dtype=np.float64)
-    metrics = {
-        "response/len_mean": float(lens.mean()),
-        "response/len_max": float(lens.max()),
-        "response/truncated_frac": float(np.mean([s.stop is Stop.LENGTH for s in samples])),
-        "response/tokens": float(lens.sum()),
-    }
-    if rewarded:
-        metrics["reward/mean"] = float(np.mean([s.reward for s in rewarded]))
-        metrics["reward/label_mean"] = float(np.mean([s.label for s in rewarded]))
-    return metrics | {f"admission/dropped_{name}": float(count) for name, count in dropped.items()}
+def _with_verdicts(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Sample]:
+    """The samples of a message, with reward and label where they have a label."""
+    samples = samples_from_message(header, arrays)
+    labels = arrays["labels"].tolist()
+    judged = []
+    for sample, (reward, details), label in zip(samples, header["rewards"], labels, strict=True):
+        if label < 0:
+            judged.append(sample)
+        else:
+            judged.append(replace(sample, reward=reward, label=label, reward_details=details))
+    return judged
 
 
 class SentWeights:
@@ -222,28 +238,64 @@ class SentWeights:
             )
 
     def staleness(self, sample: Sample, step: int) -> int:
-        return (
-            step - 1 - min((self._step_of[span.digest] for span in sample.spans), default=step - 1)
-        )
+        """Age of a sample of `step` in steps; 0 without spans."""
+        newest = step - 1
+        oldest = min((self._step_of[span.digest] for span in sample.spans), default=newest)
+        return newest - oldest
 
     def state_dict(self, samples: Iterable[Sample]) -> dict[str, int]:
-        used = {span.digest for sample in samples for span in sample.spans}
+        """The digests that `samples` come from."""
+        used: set[str] = set()
+        for sample in samples:
+            used.update(span.digest for span in sample.spans)
         return {digest: step for digest, step in self._step_of.items() if digest in used}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._step_of.update(state)
 
 
-def staleness_metrics(samples: Iterable[Sample], staleness: Iterable[int]) -> dict[str, float]:
-    """`staleness/mean` and `staleness/max` in steps, and the share of samples with several weight
-    versions.
+def rollout_metrics(samples: Sequence[Sample], dropped: Mapping[str, int]) -> dict[str, float]:
+    """Metrics before admission: means of rewards and labels over judged samples, lengths over all
+    samples.
+
+    Args:
+        samples: at least one.
+        dropped: counts of `admission.admit`.
     """
-    pairs = list(zip(samples, staleness, strict=True))
-    if not pairs:
+    lens = np.array([sample.response_len for sample in samples], dtype=np.float64)
+    truncated = [sample.stop is Stop.LENGTH for sample in samples]
+    metrics = {
+        "response/len_mean": float(lens.mean()),
+        "response/len_max": float(lens.max()),
+        "response/truncated_frac": float(np.mean(truncated)),
+        "response/tokens": float(lens.sum()),
+    }
+    rewarded = [sample for sample in samples if sample.reward is not None]
+    if rewarded:
+        metrics["reward/mean"] = float(np.mean([sample.reward for sample in rewarded]))
+        metrics["reward/label_mean"] = float(np.mean([sample.label for sample in rewarded]))
+    for name, count in dropped.items():
+        metrics[f"admission/dropped_{name}"] = float(count)
+    return metrics
+
+
+def staleness_metrics(samples: Iterable[Sample], staleness: Iterable[int]) -> dict[str, float]:
+    """Metrics of the age of the samples that a step trains on; empty without samples.
+
+    Returns:
+        `staleness/mean` and `staleness/max` in steps, and the share of samples with several weight
+        versions.
+    """
+    ages = []
+    num_mixed = 0
+    for sample, age in zip(samples, staleness, strict=True):
+        ages.append(age)
+        versions = {span.version for span in sample.spans}
+        num_mixed += len(versions) > 1
+    if not ages:
         return {}
-    num_mixed = sum(len({span.version for span in sample.spans}) > 1 for sample, _ in pairs)
     return {
-        "staleness/mean": sum(staleness for _, staleness in pairs) / len(pairs),
-        "staleness/max": float(max(staleness for _, staleness in pairs)),
-        "staleness/multi_version_frac": num_mixed / len(pairs),
+        "staleness/mean": sum(ages) / len(ages),
+        "staleness/max": float(max(ages)),
+        "staleness/multi_version_frac": num_mixed / len(ages),
     }

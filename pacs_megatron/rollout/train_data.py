@@ -1,4 +1,8 @@
-"""Training prompts in order, with sample requests for them or with the data's solutions as samples."""
+"""Training prompts in order, with sample requests or with the data's solutions as samples.
+
+With a rollout engine a prompt gives `batch.samples_per_prompt` requests. Without one, the data's
+solution is the only sample of its prompt, with label 1: a demonstration.
+"""
 
 import logging
 import math
@@ -20,58 +24,76 @@ logger = logging.getLogger(__name__)
 
 
 class TrainData:
+    """The training data of a run, and the position in it."""
+
     def __init__(self, config: RunConfig, model_dir: Path, tokenizer: Any) -> None:
-        """Raises DataError if the data cannot be read or have no prompt to train on."""
+        """Loads the data and starts at the first prompt of the first epoch.
+
+        Args:
+            config: of the run.
+            model_dir: the folder with config.json, for the stop tokens.
+            tokenizer: of the model.
+
+        Raises:
+            DataError: if the data cannot be read or have no prompt to train on.
+        """
         self._config = config
         self._tokenizer = tokenizer
         self._demonstrations: dict[str, np.ndarray] = {}
+
         loaded = load_prompts(config.data.train, config.data, tokenizer)
         if loaded.num_too_long:
-            limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens} tokens"
-            counts = loaded.num_too_long, loaded.num_rows
-            logger.info("%s: %d of %d prompts dropped: more than %s", loaded.name, *counts, limit)
+            logger.info(
+                "%s: %d of %d prompts dropped: more than data.max_prompt_tokens=%s tokens",
+                loaded.name,
+                loaded.num_too_long,
+                loaded.num_rows,
+                config.data.max_prompt_tokens,
+            )
         self.prompts = loaded.prompts
         if not config.rollout.is_sampled:
-            self._demonstrations = self._encode(
-                loaded, config.rollout.sampling.max_response_tokens, model_dir
-            )
-            self.prompts = tuple(p for p in loaded.prompts if p.id in self._demonstrations)
-            if not self.prompts:
-                limit = f"rollout.max_response_tokens={config.rollout.sampling.max_response_tokens}"
-                raise DataError(
-                    f"{config.data.train.path}: no demonstration fits {limit}; raise it"
-                )
-            if dropped := len(loaded.prompts) - len(self.prompts):
-                logger.info("%s: %d demonstrations dropped: too long", loaded.name, dropped)
+            self._demonstrations = self._encode(loaded, model_dir)
+            self.prompts = self._demonstrated_prompts(loaded)
+
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
         self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         digest = digest_of(self.prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle, digest)
 
     def take(self, step: int) -> StepRollouts:
-        """The rollouts of `step` for the next prompts; demonstrations are complete at once."""
+        """The rollouts of `step` for the next prompts; demonstrations are complete at once.
+
+        With over-sampling it takes more prompts than the step needs.
+
+        Raises ConfigError if the data has fewer prompts.
+        """
         config = self._config
-        wanted = config.batch.prompts_per_step
-        indices = self.order.take(math.ceil(wanted * config.admission.oversample))
+        num_required = config.batch.prompts_per_step
+        indices = self.order.take(math.ceil(num_required * config.admission.oversample))
         prompts = tuple(self.prompts[k] for k in indices)
-        demonstrated = {sample.id: sample for sample in self._demonstrated(prompts, step)}
+
+        # Only over-sampling and refills end a step before all of its groups are admitted.
+        can_have_surplus = len(prompts) > num_required or config.admission.refill_rounds
+        demonstrations = {sample.id: sample for sample in self._samples(prompts, step)}
         return StepRollouts(
             step=step,
             prompts=prompts,
             requests=tuple(self.requests(prompts, step)),
             epoch=self.order.epoch,
-            enough=wanted if len(prompts) > wanted or config.admission.refill_rounds else None,
-            sampled=demonstrated,
-            judged=set(demonstrated),
+            enough=num_required if can_have_surplus else None,
+            sampled=demonstrations,
+            judged=set(demonstrations),
         )
 
     def refill(self, rollouts: StepRollouts, num_missing: int) -> tuple[Prompt, ...]:
         """New prompts for `num_missing` groups of a step; empty if the step has all prompts of the
         data.
         """
-        wanted = math.ceil(num_missing * self._config.admission.oversample)
-        taken = self.order.take(min(wanted + len(rollouts.prompts), len(self.prompts)))
-        new = [k for k in taken if self.prompts[k].id not in rollouts.by_id][:wanted]
+        num_new = math.ceil(num_missing * self._config.admission.oversample)
+        # The next prompts can be those of the step, so as many more are taken.
+        taken = self.order.take(min(num_new + len(rollouts.prompts), len(self.prompts)))
+        unused = [k for k in taken if self.prompts[k].id not in rollouts.by_id]
+        new = unused[:num_new]
         self.order.put_back([k for k in taken if k not in new])
         return tuple(self.prompts[k] for k in new)
 
@@ -84,20 +106,31 @@ class TrainData:
         config = self._config
         if not config.rollout.is_sampled:
             return []
-        sampling = config.rollout.sampling
-        num = config.batch.samples_per_prompt
-        return sample_requests(prompts, num, sampling, run_seed=config.run.seed, step=step)
+        return sample_requests(
+            prompts,
+            config.batch.samples_per_prompt,
+            config.rollout.sampling,
+            run_seed=config.run.seed,
+            step=step,
+        )
 
-    def _encode(self, loaded: PromptSet, limit: int, model_dir: Path) -> dict[str, np.ndarray]:
-        """Prompt id -> int32 response ids with the end-of-sequence token; over-long solutions are
-        dropped.
+    def _encode(self, loaded: PromptSet, model_dir: Path) -> dict[str, np.ndarray]:
+        """Encodes the solutions; those that exceed `max_response_tokens` are dropped.
 
         Special tokens in a solution stay text, as in a problem.
+
+        Returns:
+            Prompt id -> int32 [response], with the end-of-sequence token.
+
+        Raises:
+            DataError: if a prompt has no solution.
         """
+        limit = self._config.rollout.sampling.max_response_tokens
         end = self._tokenizer.eos_token_id
         if end is None:
             end = stop_token_ids(self._tokenizer, str(model_dir))[0]
-        found = {}
+
+        demonstrations = {}
         controls = control_tokens(self._tokenizer)
         for prompt in loaded.prompts:
             if not prompt.solution:
@@ -107,21 +140,41 @@ class TrainData:
                 )
             [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)
             if len(ids) < limit:
-                found[prompt.id] = np.array([*ids, end], dtype=np.int32)
-        return found
+                demonstrations[prompt.id] = np.array([*ids, end], dtype=np.int32)
+        return demonstrations
 
-    def _demonstrated(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
-        pairs = [(p, self._demonstrations[p.id]) for p in prompts if p.id in self._demonstrations]
-        return [
-            Sample(
+    def _demonstrated_prompts(self, loaded: PromptSet) -> tuple[Prompt, ...]:
+        """The prompts whose solution fits. Raises DataError if there are none."""
+        config = self._config
+        prompts = tuple(prompt for prompt in loaded.prompts if prompt.id in self._demonstrations)
+        if not prompts:
+            raise DataError(
+                f"{config.data.train.path}: no demonstration fits "
+                f"rollout.max_response_tokens={config.rollout.sampling.max_response_tokens}; raise "
+                "it"
+            )
+        num_dropped = len(loaded.prompts) - len(prompts)
+        if num_dropped:
+            logger.info("%s: %d demonstrations dropped: too long", loaded.name, num_dropped)
+        return prompts
+
+    def _samples(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
+        """The demonstrations of `prompts` as judged samples; empty if responses are sampled."""
+        samples = []
+        for prompt in prompts:
+            response = self._demonstrations.get(prompt.id)
+            if response is None:
+                continue
+            span = Span(version=0, digest="demonstration", start=0, end=len(response))
+            sample = Sample(
                 id=f"{step}:{prompt.id}#0",
                 prompt_id=prompt.id,
                 token_ids=np.concatenate([prompt.token_ids, response]),
                 prompt_len=len(prompt.token_ids),
                 sampler_logprobs=np.zeros(len(response), dtype=np.float32),
-                spans=(Span(version=0, digest="demonstration", start=0, end=len(response)),),
+                spans=(span,),
                 stop=Stop.EOS,
                 label=1,
             )
-            for prompt, response in pairs
-        ]
+            samples.append(sample)
+        return samples

@@ -34,54 +34,66 @@ class Connection:
         self._peer = peer
         self._sock.settimeout(timeout_s)
 
-    def send(
-        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
-    ) -> None:
-        """Sends a message.
-
-        Calls `on_wait` every second until the peer reads. Raises RolloutError if it has ended.
-        """
-        head = json.dumps(header).encode()
-        payload = pack_arrays(arrays) if arrays else b""
-        with self._named():
-            for data in (_PREFIX.pack(len(head), len(payload)) + head, payload):
-                view = memoryview(data)
-                while view:
-                    if (
-                        on_wait is not None
-                        and not select.select([], [self._sock], [], _ON_WAIT_S)[1]
-                    ):
-                        on_wait()
-                    else:
-                        view = view[self._sock.send(view) :]
-
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def send(
+        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+    ) -> None:
+        """Sends a message. Calls `on_wait` every second until the peer reads.
+
+        Raises RolloutError if the peer has ended.
+        """
+        head = json.dumps(header).encode()
+        payload = pack_arrays(arrays) if arrays else b""
+        prefix = _PREFIX.pack(len(head), len(payload))
+        with self._peer_errors():
+            # Not joined, because the payload can be gigabytes.
+            for data in (prefix + head, payload):
+                self._send_all(memoryview(data), on_wait)
+
     def poll(self, timeout_s: float) -> bool:
         """Whether data or the end of the stream arrives within `timeout_s`."""
-        return bool(select.select([self._sock], [], [], timeout_s)[0])
+        readable, _, _ = select.select([self._sock], [], [], timeout_s)
+        return bool(readable)
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The next message. Raises RolloutError if the peer has ended."""
         head_size, payload_size = _PREFIX.unpack(bytes(self._read(_PREFIX.size)))
         header = json.loads(bytes(self._read(head_size)))
-        return header, unpack_arrays(bytes(self._read(payload_size))) if payload_size else {}
+        arrays = {}
+        if payload_size:
+            arrays = unpack_arrays(bytes(self._read(payload_size)))
+        return header, arrays
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _send_all(self, view: memoryview, on_wait: OnWait) -> None:
+        while view:
+            if on_wait is not None:
+                _, writable, _ = select.select([], [self._sock], [], _ON_WAIT_S)
+                if not writable:
+                    on_wait()
+                    continue
+            num_sent = self._sock.send(view)
+            view = view[num_sent:]
 
     def _read(self, size: int) -> bytearray:
         buffer = bytearray(size)
         view = memoryview(buffer)
-        done = 0
-        with self._named():
-            while done < size:
-                count = self._sock.recv_into(view[done:], min(_CHUNK, size - done))
+        num_read = 0
+        with self._peer_errors():
+            while num_read < size:
+                count = self._sock.recv_into(view[num_read:], min(_CHUNK, size - num_read))
                 if count == 0:
                     raise ConnectionResetError
-                done += count
+                num_read += count
         return buffer
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _peer_errors(self) -> Iterator[None]:
+        """Converts errors of the socket to RolloutError with the name of the peer."""
         try:
             yield
         except TimeoutError as error:
@@ -93,6 +105,3 @@ class Connection:
             raise RolloutError(
                 f"the {self._peer} has ended unexpectedly; see its log in the run's folder"
             ) from error
-
-    def close(self) -> None:
-        self._sock.close()
