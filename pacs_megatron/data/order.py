@@ -15,10 +15,15 @@ class PromptOrder:
     The permutation of an epoch depends on (seed, epoch) only. One `take` never returns a prompt
     twice: if it reaches the next epoch, it skips prompts that it has. Skipped and returned prompts
     come first in the next take.
+
+    Args:
+        num_prompts: Number of prompts of the data set.
+        seed: Seed of the permutations.
+        shuffle: If false, each epoch has the order of the data set.
+        digest: Digest of the prompts' content, with which a resumed run detects other prompts.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, digest: str = "") -> None:
-        """`digest`: digest of the prompts' content, with which a resumed run detects other prompts."""
         self._fixed = {
             "num_prompts": num_prompts,
             "seed": seed,
@@ -50,7 +55,7 @@ class PromptOrder:
             )
         skipped = self._skipped
         self._skipped = []
-        taken: dict[int, None] = {}  # in their order
+        taken: dict[int, None] = {}  # a set that keeps the order
 
         def offer(prompt: int) -> None:
             if prompt in taken or len(taken) == n:
@@ -62,9 +67,7 @@ class PromptOrder:
             offer(prompt)
         while len(taken) < n:
             if self._position == self._num_prompts:
-                self._epoch = self._epoch + 1
-                self._position = 0
-                self._order = self._permutation(self._epoch)
+                self._start_next_epoch()
             offer(self._order[self._position])
             self._position += 1
         return list(taken)
@@ -72,6 +75,11 @@ class PromptOrder:
     def put_back(self, prompts: Sequence[int]) -> None:
         """Returns unused prompts; they come first in the next take."""
         self._skipped += prompts
+
+    def _start_next_epoch(self) -> None:
+        self._epoch += 1
+        self._position = 0
+        self._order = self._permutation(self._epoch)
 
     def _permutation(self, epoch: int) -> list[int]:
         if not self._shuffle:
@@ -89,7 +97,10 @@ class PromptOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at `state`. Raises CheckpointError if it belongs to other data or another seed."""
+        """Continues at `state`.
+
+        Raises CheckpointError if it belongs to other data or another seed.
+        """
         for name, value in self._fixed.items():
             if state[name] != value:
                 raise CheckpointError(
@@ -97,10 +108,15 @@ class PromptOrder:
                     f"{name}={shown(value)}; use the same data set, chat template, tokenizer and "
                     "run.seed, or start a new run"
                 )
-        epoch, position, skipped = (state[name] for name in ("epoch", "position", "skipped"))
+
+        epoch = state["epoch"]
+        position = state["position"]
+        skipped = state["skipped"]
         if not (0 <= epoch < 2**63 and 0 <= position <= self._num_prompts):
             raise ValueError(f"epoch={epoch} position={position}")
+        # `index` and the range reject what is not an integer or not a prompt.
+        prompts = range(self._num_prompts)
         self._epoch = operator.index(epoch)
         self._position = operator.index(position)
-        self._skipped = [range(self._num_prompts)[number] for number in skipped]
+        self._skipped = [prompts[number] for number in skipped]
         self._order = self._permutation(self._epoch)

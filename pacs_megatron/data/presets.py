@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
-from pacs_megatron.data.sources import Row
+from pacs_megatron.data.sources import DataRow
 from pacs_megatron.errors import DataError
 
 _GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
@@ -39,16 +39,17 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of each column, in order of preference; functions that read answer and solution from
-    their text, or None.
-    """
+    """Names of the columns of a data set, and how to read them."""
 
     problem: tuple[str, ...]
+    """In order of preference, as the names of all fields"""
     answer: tuple[str, ...]
     solution: tuple[str, ...] = ()
     extract: Callable[[str], str | None] = str
+    """The answer of the answer column's text; None if it has none"""
     demonstrate: Callable[[str], str | None] = str
-    read: Callable[[Row], dict[str, str]] | None = None
+    """The solution of the solution column's text; None if it has none"""
+    read: Callable[[DataRow], dict[str, str]] | None = None
     """Makes the named columns from a row that has others."""
 
 
@@ -58,10 +59,15 @@ def _gsm8k_answer(text: str) -> str | None:
 
 
 def _gsm8k_solution(text: str) -> str | None:
-    r"""The worked solution without calculator marks; `#### 5` becomes a sentence with `\boxed{5}`."""
+    r"""The worked solution without calculator marks; `#### 5` becomes a sentence with `\boxed{5}`.
+
+    None if there is no answer.
+    """
     answer = _gsm8k_answer(text)
+    if not answer:
+        return None
     steps = _GSM8K_CALCULATION.sub("", text[: text.rfind("####")]).strip()
-    return f"{steps}\nThe answer is \\boxed{{{answer}}}." if answer else None
+    return f"{steps}\nThe answer is \\boxed{{{answer}}}."
 
 
 def _aime_answer(text: str) -> str:
@@ -69,40 +75,40 @@ def _aime_answer(text: str) -> str:
     return str(int(text)) if re.fullmatch(r"[0-9]{1,3}", text) else text
 
 
-def _gpqa(row: Row) -> dict[str, str]:
+def _gpqa(row: DataRow) -> dict[str, str]:
     """Question with the four choices in an order that depends on the question only; the answer is a
     letter (Idavidrein/gpqa).
     """
     question = _text(row, "Question")
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [_text(row, name) for name in names]
-    order = sorted(
-        range(4),
-        key=lambda k: hashlib.sha256(f"{k} {question}".encode("utf-8", "replace")).digest(),
-    )
-    lines = [f"{letter}. {choices[k]}" for letter, k in zip("ABCD", order, strict=True)]
+
+    def digest(index: int) -> bytes:
+        return hashlib.sha256(f"{index} {question}".encode("utf-8", "replace")).digest()
+
+    order = sorted(range(4), key=digest)
+    lines = [f"{letter}. {choices[index]}" for letter, index in zip("ABCD", order, strict=True)]
     text = "\n".join(
         [question, "", *lines, "", "The final answer is the letter of the right choice."]
     )
     return {"problem": text, "answer": "ABCD"[order.index(0)]}
 
 
-def _apps(row: Row) -> dict[str, str]:
+def _apps(row: DataRow) -> dict[str, str]:
     """Question and tests, as `reward.name: code` reads them (codeparrot/apps)."""
-    starter = row.values.get("starter_code") or ""
     return {
-        "problem": _task(_text(row, "question"), str(starter)),
+        "problem": _task(_text(row, "question"), row),
         "answer": _text(row, "input_output"),
     }
 
 
-def _livecodebench(row: Row) -> dict[str, str]:
+def _livecodebench(row: DataRow) -> dict[str, str]:
     """Question and all tests, public and private, in the form of LiveCodeBench's own runner
     (code_generation_lite).
     """
     try:
-        public = json.loads(_text(row, "public_test_cases"))
-        tests = public + _private_tests(_text(row, "private_test_cases"))
+        public_tests = json.loads(_text(row, "public_test_cases"))
+        tests = public_tests + _private_tests(_text(row, "private_test_cases"))
         answer = {
             "inputs": [test["input"] for test in tests],
             "outputs": [test["output"] for test in tests],
@@ -111,17 +117,16 @@ def _livecodebench(row: Row) -> dict[str, str]:
     except Exception as error:  # a damaged pickle can raise anything
         text = f"the test cases are not in LiveCodeBench's schema ({type(error).__name__}: {error})"
         raise DataError(f"{row.where}: {text}; correct or remove the row") from error
-    starter = row.values.get("starter_code") or ""
     return {
-        "problem": _task(_text(row, "question_content"), str(starter)),
+        "problem": _task(_text(row, "question_content"), row),
         "answer": json.dumps(answer),
     }
 
 
 class _TextOnly(pickle._Unpickler):
-    """A pickle without any class: it can give text and containers only.
+    """Reads a pickle without any class, which can contain text and containers only.
 
-    The C one allocates gigabytes for a memo index.
+    It is the one in Python: the one in C allocates gigabytes for a memo index.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -132,17 +137,19 @@ def _private_tests(text: str) -> Any:
     """JSON, or the base64 of the compressed pickle of JSON."""
     if text.lstrip().startswith("["):
         return json.loads(text)
-    unpacked = zlib.decompressobj().decompress(
-        base64.b64decode(text, validate=True), _MAX_TEST_BYTES
-    )
+    compressed = base64.b64decode(text, validate=True)
+    unpacked = zlib.decompressobj().decompress(compressed, _MAX_TEST_BYTES)
     return json.loads(_TextOnly(io.BytesIO(unpacked)).load())
 
 
-def _task(question: str, starter: str) -> str:
-    return f"{question}\n\n{_STARTER.format(starter) if starter.strip() else _STDIN}"
+def _task(question: str, row: DataRow) -> str:
+    """The question, and how the program gets its input."""
+    starter = str(row.values.get("starter_code") or "")
+    instruction = _STARTER.format(starter) if starter.strip() else _STDIN
+    return f"{question}\n\n{instruction}"
 
 
-def _text(row: Row, name: str) -> str:
+def _text(row: DataRow, name: str) -> str:
     value = row.values.get(name)
     if not isinstance(value, str) or not value.strip():
         raise row.wrong(name, "text")
@@ -172,44 +179,47 @@ def columns_of(options: DatasetOptions) -> Columns:
     """The columns of the preset or of the configuration, which has exactly one of them."""
     if options.preset is not None:
         return PRESETS[options.preset]
-    named = options.columns
-    assert named is not None
-    return Columns(
-        (named.problem,), (named.answer,), () if named.solution is None else (named.solution,)
-    )
+    names = options.columns
+    assert names is not None
+    solution = () if names.solution is None else (names.solution,)
+    return Columns((names.problem,), (names.answer,), solution)
 
 
-def problem_of(row: Row, columns: Columns) -> Problem:
+def problem_of(row: DataRow, columns: Columns) -> Problem:
     """The row's fields.
 
     Raises DataError with row and column if a field is missing, empty or of the wrong type.
     """
     if columns.read is not None:
         row = replace(row, values=columns.read(row))
-    problem = _column(row, columns.problem)
-    text = row.values[problem]
-    if not isinstance(text, str) or not text.strip() or len(text) > _MAX_PROBLEM_CHARS:
-        raise row.wrong(problem, f"the problem's text, at most {_MAX_PROBLEM_CHARS} characters")
-    name = _column(row, columns.answer)
-    answer = columns.extract(_answer_text(row, name))
+
+    problem_column = _column(row, columns.problem)
+    problem = row.values[problem_column]
+    if not isinstance(problem, str) or not problem.strip() or len(problem) > _MAX_PROBLEM_CHARS:
+        raise row.wrong(
+            problem_column, f"the problem's text, at most {_MAX_PROBLEM_CHARS} characters"
+        )
+
+    answer_column = _column(row, columns.answer)
+    answer = columns.extract(_answer_text(row, answer_column))
     if answer is None:
-        raise row.wrong(name, "'#### <number>' last")
-    return Problem(problem=text, answer=answer, solution=_solution(row, columns))
+        raise row.wrong(answer_column, "'#### <number>' last")
+    return Problem(problem=problem, answer=answer, solution=_solution(row, columns))
 
 
-def _column(row: Row, names: tuple[str, ...]) -> str:
+def _column(row: DataRow, names: tuple[str, ...]) -> str:
     for name in names:
         if name in row.values:
             return name
-    wanted = " or ".join(map(repr, names))
-    found = ", ".join(map(repr, row.values)) or "none"
+    expected = " or ".join(map(repr, names))
+    columns = ", ".join(map(repr, row.values)) or "none"
     raise DataError(
-        f"{row.where}: no column {wanted}, it has {found}; choose another preset or name the "
+        f"{row.where}: no column {expected}, it has {columns}; choose another preset or name the "
         "columns"
     )
 
 
-def _answer_text(row: Row, name: str) -> str:
+def _answer_text(row: DataRow, name: str) -> str:
     """Answers are text or numbers; 142.0 is 142."""
     value = row.values[name]
     match value:
@@ -222,7 +232,7 @@ def _answer_text(row: Row, name: str) -> str:
     raise row.wrong(name, "text or a number")
 
 
-def _solution(row: Row, columns: Columns) -> str | None:
+def _solution(row: DataRow, columns: Columns) -> str | None:
     """None if the data set has no solutions, or an empty one, as in many rows of DeepScaleR."""
     for name in columns.solution:
         value = row.values.get(name)

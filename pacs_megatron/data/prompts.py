@@ -7,7 +7,7 @@ cannot close a turn.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,13 @@ class PromptSet:
 def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
     """Reads, renders and tokenizes a data set.
 
-    Raises DataError for bad rows or templates, and if no prompt is short enough.
+    Args:
+        dataset: The data set.
+        data: Chat template, suffix and length limit.
+        tokenizer: From `load_tokenizer`.
+
+    Raises:
+        DataError: A row or the chat template is malformed, or no prompt is short enough.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -58,35 +64,22 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
             "the model folder (an instruction-tuned model of the family has one) or use such a "
             "model"
         )
+
     columns = columns_of(dataset)
     name = dataset_name(dataset)
     prompts: list[Prompt] = []
     with report_wait(lambda: f"for the prompts of {dataset.path} ({len(prompts)})"):
         rows = [(row.index, problem_of(row, columns)) for row in read_rows(dataset)]
         for start in range(0, len(rows), _BATCH):
-            batch = rows[start : start + _BATCH]
-            texts = render([problem for _, problem in batch], data, tokenizer)
-            # tokenizer.json may have a pattern that never ends on some text.
-            work = partial(_encode, texts, tokenizer)
-            where = f"tokenizer {tokenizer.name_or_path}"
-            encoded = _apart(work, _TOKENIZER_LIMIT_S, where, "correct tokenizer.json, or the data")
-            for (index, problem), text, found in zip(batch, texts, encoded, strict=True):
-                if len(found) <= data.max_prompt_tokens:
-                    texts_of = {"text": text.replace(_BREAK, ""), "source": name, **asdict(problem)}
-                    ids = np.array(found, dtype=np.int32)
-                    prompts.append(Prompt(id=f"{name}/{index}", token_ids=ids, **texts_of))
+            prompts += _prompts_of(rows[start : start + _BATCH], name, data, tokenizer)
+
     if not prompts:
         limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
         raise DataError(
             f"{dataset.path}: all {len(rows)} prompts have more than {limit} tokens; raise the "
             "limit"
         )
-    distinct = {prompt.token_ids.tobytes() for prompt in prompts}
-    if b"" in distinct or len(distinct) == 1 < len({prompt.problem for prompt in prompts}):
-        raise DataError(
-            f"{tokenizer.name_or_path}: creates prompts without the problem, such as "
-            f"{shown(prompts[0].text)}; correct chat_template.jinja, or the tokenizer"
-        )
+    _check_problems_appear(prompts, tokenizer)
     return PromptSet(
         name=name,
         prompts=tuple(prompts),
@@ -95,17 +88,60 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
     )
 
 
+def _prompts_of(
+    rows: Sequence[tuple[int, Problem]], name: str, data: DataOptions, tokenizer: Any
+) -> list[Prompt]:
+    """The prompts of some rows that are short enough."""
+    texts = render([problem for _, problem in rows], data, tokenizer)
+    # In a child process: tokenizer.json may have a pattern that never ends on some text.
+    encoded = _run_in_child(
+        partial(_encode, texts, tokenizer),
+        _TOKENIZER_LIMIT_S,
+        f"tokenizer {tokenizer.name_or_path}",
+        "correct tokenizer.json, or the data",
+    )
+
+    prompts = []
+    for (index, problem), text, ids in zip(rows, texts, encoded, strict=True):
+        if len(ids) <= data.max_prompt_tokens:
+            prompt = Prompt(
+                id=f"{name}/{index}",
+                source=name,
+                text=text.replace(_BREAK, ""),
+                token_ids=np.array(ids, dtype=np.int32),
+                problem=problem.problem,
+                answer=problem.answer,
+                solution=problem.solution,
+            )
+            prompts.append(prompt)
+    return prompts
+
+
+def _check_problems_appear(prompts: Sequence[Prompt], tokenizer: Any) -> None:
+    """Raises DataError if the prompts of different problems are equal, or one is empty."""
+    token_ids = {prompt.token_ids.tobytes() for prompt in prompts}
+    problems = {prompt.problem for prompt in prompts}
+    are_equal = len(token_ids) == 1 and len(problems) > 1
+    if are_equal or b"" in token_ids:
+        raise DataError(
+            f"{tokenizer.name_or_path}: creates prompts without the problem, such as "
+            f"{shown(prompts[0].text)}; correct chat_template.jinja, or the tokenizer"
+        )
+
+
 def digest_of(prompts: Iterable[Prompt]) -> str:
     """Digest of the fields that training uses of each prompt: id, tokens, answer, demonstration."""
     state = hashlib.blake2b(digest_size=16)
+
+    def add(content: bytes) -> None:
+        # The length first, so that no two sequences of fields have the same bytes.
+        state.update(len(content).to_bytes(8, "little"))
+        state.update(content)
+
     for prompt in prompts:
-        texts = (prompt.id, prompt.answer, prompt.solution or "")
-        for data in (
-            *(text.encode("utf-8", "surrogatepass") for text in texts),
-            prompt.token_ids.tobytes(),
-        ):
-            state.update(len(data).to_bytes(8, "little"))
-            state.update(data)
+        for text in (prompt.id, prompt.answer, prompt.solution or ""):
+            add(text.encode("utf-8", "surrogatepass"))
+        add(prompt.token_ids.tobytes())
     return state.hexdigest()
 
 
@@ -119,11 +155,10 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
 
     Raises DataError if the template fails.
     """
-    system = (
-        [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-    )
+    system = []
+    if data.system_prompt is not None:
+        system = [{"role": "system", "content": data.system_prompt}]
     suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
-    where = f"chat template of {tokenizer.name_or_path}"
     controls = control_tokens(tokenizer)
     contents = [as_plain_text(problem.problem, controls) + suffix for problem in problems]
 
@@ -136,9 +171,11 @@ def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[s
             raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
         return text
 
-    fix = "check data.system_prompt and data.chat_template_args, or correct the template"
-    texts: list[str] = _apart(
-        lambda: [apply(content) for content in contents], _TEMPLATE_LIMIT_S, where, fix
+    texts: list[str] = _run_in_child(
+        lambda: [apply(content) for content in contents],
+        _TEMPLATE_LIMIT_S,
+        f"chat template of {tokenizer.name_or_path}",
+        "check data.system_prompt and data.chat_template_args, or correct the template",
     )
     return texts
 
@@ -148,51 +185,75 @@ def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     `<think>`.
     """
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    found = sorted(
-        (text for text in added if len(text) > 1 and not text.isspace()), key=len, reverse=True
-    )
-    return re.compile("|".join(map(re.escape, found))) if found else None
+    controls = [text for text in added if len(text) > 1 and not text.isspace()]
+    if not controls:
+        return None
+    # An expression takes its first alternative that matches, so the longest token comes first.
+    controls.sort(key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, controls)))
 
 
 def as_plain_text(text: str, controls: re.Pattern[str] | None) -> str:
     """`text` with a mark inside every control token that it spells out; `tokenize` cuts there."""
     text = text.replace(_BREAK, "")
-    return (
-        text
-        if controls is None
-        else controls.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
-    )
+    if controls is None:
+        return text
+    return controls.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
-    """int32 ids of each text. Adds no special tokens: the template has written them already."""
+    """Token ids of each text, cut at its marks.
+
+    Adds no special tokens: the template has written them already.
+
+    Args:
+        texts: Rendered prompts.
+        tokenizer: From `load_tokenizer`.
+
+    Returns:
+        [t] of each text, int32.
+    """
     # Encodes texts without cuts as a whole, because separate pieces would be tokenized differently
     # at their borders.
-    pieces = [text.split(_BREAK) for text in texts]
-    flat = [piece for parts in pieces for piece in parts]
-    encoded = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-    ids = iter(encoded)
-    return [
-        np.array([token for _ in parts for token in next(ids)], dtype=np.int32) for parts in pieces
-    ]
+    pieces_of_texts = [text.split(_BREAK) for text in texts]
+    all_pieces: list[str] = []
+    for pieces in pieces_of_texts:
+        all_pieces += pieces
+    encoded = tokenizer(
+        all_pieces, add_special_tokens=False, return_attention_mask=False, verbose=False
+    )
+
+    ids_of_pieces = iter(encoded["input_ids"])
+    token_ids = []
+    for pieces in pieces_of_texts:
+        ids: list[int] = []
+        for _ in pieces:
+            ids += next(ids_of_pieces)
+        token_ids.append(np.array(ids, dtype=np.int32))
+    return token_ids
 
 
 def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     return [ids.tolist() for ids in tokenize(texts, tokenizer)]
 
 
-def _apart(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any:
+def _run_in_child(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any:
     """The result of `work()`, computed in a process that may crash or be ended.
 
-    Raises DataError with `fix`.
+    Args:
+        work: Runs code or patterns of the model folder.
+        seconds: CPU time of the process.
+        where: Source of what runs, for messages.
+        fix: Advice of the message.
+
+    Raises:
+        DataError: `work` fails, or exceeds the limits of time and memory.
     """
     try:
         with report_wait(f"for the {where}"):
             return run_limited(work, seconds=seconds, memory_bytes=_MEMORY_BYTES)
     except (TimeoutError, RuntimeError) as error:
-        reason = (
-            " ".join(str(error).split())[:300] or f"not finished after {seconds:g} s of CPU time"
-        )
+        reason = " ".join(str(error).split())[:300]
+        if not reason:
+            reason = f"not finished after {seconds:g} s of CPU time"
         raise DataError(f"{where}: {reason}; {fix}") from error

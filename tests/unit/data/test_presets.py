@@ -8,7 +8,7 @@ import pytest
 
 from pacs_megatron.config.schema import ColumnOptions, DatasetOptions
 from pacs_megatron.data.presets import PRESETS, columns_of, problem_of
-from pacs_megatron.data.sources import Row, read_rows
+from pacs_megatron.data.sources import DataRow, read_rows
 from pacs_megatron.errors import DataError
 
 SAMPLE_FILES = {
@@ -54,7 +54,7 @@ def own(values, **columns):
     options = DatasetOptions(
         path="x.json", columns=ColumnOptions(**({"problem": "q", "answer": "a"} | columns))
     )
-    return problem_of(Row(index=3, where="x.json:4", values=values), columns_of(options))
+    return problem_of(DataRow(index=3, where="x.json:4", values=values), columns_of(options))
 
 
 def test_every_preset_has_a_sample():
@@ -95,7 +95,7 @@ def test_private_tests_of_another_form_are_rejected_and_no_code_of_them_runs(sam
     row = read_rows(
         DatasetOptions(path=str(samples / "livecodebench.jsonl"), preset="livecodebench")
     )[0]
-    row = Row(index=0, where="x.jsonl:1", values={**row.values, "private_test_cases": private})
+    row = DataRow(index=0, where="x.jsonl:1", values={**row.values, "private_test_cases": private})
     with pytest.raises(
         DataError, match=r"x.jsonl:1: the test cases are not in LiveCodeBench's schema"
     ):
@@ -149,5 +149,6 @@ def test_bad_rows_name_row_and_column(values, message):
 def test_gsm8k_row_without_answer():
     with pytest.raises(DataError, match="expected '#### <number>' last"):
         problem_of(
-            Row(index=0, where="g:1", values={"question": "?", "answer": "18"}), PRESETS["gsm8k"]
+            DataRow(index=0, where="g:1", values={"question": "?", "answer": "18"}),
+            PRESETS["gsm8k"],
         )
