@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pacs_megatron.observability.charts import HEIGHT, WIDTH, Chart, Series, line_chart
-from pacs_megatron.observability.metrics import Row, read_metrics
+from pacs_megatron.observability.metrics import MetricsRow, read_metrics
 
 FOLDER = ROOT / "docs" / "measurements" / "quickstart"
 PANELS = (
@@ -36,7 +36,7 @@ text{font:11px system-ui,sans-serif;fill:#7a8494}
 """
 
 
-def panel(title: str, key: str, runs: dict[str, list[Row]]) -> str:
+def panel(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> str:
     """The chart of metric `key`, one curve a seed, as the inside of an <svg>."""
     series = [
         Series(
@@ -54,7 +54,7 @@ def panel(title: str, key: str, runs: dict[str, list[Row]]) -> str:
     return f'<text class="title" x="48" y="14">{title}</text><g transform="translate(0 {TITLE_HEIGHT})">{drawing[1]}</g>'
 
 
-def picture(runs: dict[str, list[Row]]) -> str:
+def picture(runs: dict[str, list[MetricsRow]]) -> str:
     """All panels side by side over one legend."""
     panels = [
         f'<g transform="translate({number * WIDTH} 0)">{panel(title, key, runs)}</g>'

@@ -12,6 +12,8 @@ from html import escape
 from statistics import fmean
 from typing import NamedTuple
 
+from pacs_megatron.observability.page import NUM_COLOURS
+
 Point = tuple[float, float]
 """(step, value)"""
 
@@ -21,6 +23,7 @@ LEFT = 48
 RIGHT = 18
 TOP = 10
 BOTTOM = 26
+"""Size of a chart and its margins, in the pixels of its view box"""
 MAX_POINTS = 400
 """Maximum number of points of a series.
 
@@ -30,11 +33,19 @@ MEANS_FROM = 120
 """A curve with at least this many points is drawn faint, under a line through means of neighbouring
 points.
 """
-_NUM_COLOURS = 8
 _NUM_MEANS = 60
-_TICKS = 5
+_NUM_TICKS = 5
+_NUM_STEP_TICKS = 6
 _DOTS_UP_TO = 40
-_FORMS = ((1e9, "{:.2e}"), (1e3, "{:,.0f}"), (100.0, "{:.4g}"), (1e-3, "{:.3g}"), (0.0, "{:.1e}"))
+_LOG_FROM = 50.0
+"""Ratio of the largest to the smallest value, above which an axis may be logarithmic"""
+_FORMATS = (
+    (1e9, "{:.2e}"),
+    (1e3, "{:,.0f}"),
+    (100.0, "{:.4g}"),
+    (1e-3, "{:.3g}"),
+    (0.0, "{:.1e}"),
+)
 """(least size, format)"""
 
 
@@ -49,16 +60,15 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Curves over the step, or over `x`, under one title. `note` is the unit or the denominator.
-
-    `may_be_log`: the axis is logarithmic if the values span more than a factor of 50.
-    """
+    """Curves over the step, or over `x`, under one title."""
 
     title: str
     series: Sequence[Series]
     note: str = ""
+    """the unit or the denominator"""
     x: str = "step"
     may_be_log: bool = False
+    """the axis is logarithmic if the values span more than a factor of 50"""
 
 
 class _Axis(NamedTuple):
@@ -72,48 +82,61 @@ def line_chart(chart: Chart) -> str:
     """Returns a <figure> with the chart, its legend (for two or more series) and its values for the
     hover script.
     """
-    steps = [step for series in chart.series for step, _ in series.points]
-    first = min(steps)
-    last = max(steps)
-    x_axis = _step_axis(first, last)
+    steps: list[float] = []
+    for series in chart.series:
+        steps += [step for step, _ in series.points]
+    x_axis = _step_axis(min(steps), max(steps))
     y_axis = _value_axis(chart)
     curves = [
-        _curve(series, f"s{n % _NUM_COLOURS}", x_axis, y_axis)
-        for n, series in enumerate(chart.series)
+        _curve(series, _colour(number), x_axis, y_axis)
+        for number, series in enumerate(chart.series)
     ]
-    hover = {
+
+    latest = [(series.name, format_number(series.points[-1][1])) for series in chart.series]
+    latest_text = ", ".join(f"{name} {value}" for name, value in latest)
+    label = f"{chart.title}: {latest_text}"
+    note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
+    output = f"<output>{latest[0][1]}</output>" if len(latest) == 1 else ""
+    legend = _legend(latest) if len(latest) > 1 else ""
+    data = _hover_data(chart, x_axis, min(steps), max(steps))
+    return (
+        f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}</span>{output}'
+        f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(label)}">{_grid(x_axis, y_axis)}{"".join(curves)}'
+        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>{legend}'
+        f'<script type="application/json">{data}</script></figure>'
+    )
+
+
+def _colour(number: int) -> str:
+    """The style class of the series."""
+    return f"s{number % NUM_COLOURS}"
+
+
+def _legend(latest: Sequence[tuple[str, str]]) -> str:
+    items = [
+        f'<li><i class="{_colour(number)}"></i>{escape(name)} <b>{value}</b></li>'
+        for number, (name, value) in enumerate(latest)
+    ]
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def _hover_data(chart: Chart, x_axis: _Axis, first: float, last: float) -> str:
+    """JSON of the values, for the page's script."""
+    curves = []
+    for series in chart.series:
+        points = [[step, float(f"{value:.5g}")] for step, value in _thin(series.points)]
+        curves.append({"name": series.name, "points": points})
+    data = {
         "x": chart.x,
         "left": round(x_axis.position(first), 1),
         "right": round(x_axis.position(last), 1),
         "first": first,
         "last": last,
-        "series": [
-            {
-                "name": series.name,
-                "points": [[step, float(f"{value:.5g}")] for step, value in _thin(series.points)],
-            }
-            for series in chart.series
-        ],
+        "series": curves,
     }
     # "<" could end the data block early; \u003c is the same string in JSON.
-    data = json.dumps(hover, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    latest = [(series.name, format_number(series.points[-1][1])) for series in chart.series]
-    label = f"{chart.title}: {', '.join(f'{name} {value}' for name, value in latest)}"
-    items = "".join(
-        f'<li><i class="s{n % _NUM_COLOURS}"></i>{escape(name)} <b>{value}</b></li>'
-        for n, (name, value) in enumerate(latest)
-    )
-    note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
-    return (
-        f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}</span>'
-        + (f"<output>{latest[0][1]}</output>" if len(latest) == 1 else "")
-        + f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">'
-        f'{_grid(x_axis, y_axis)}{"".join(curves)}<line class="cursor" y1="{TOP}" '
-        f'y2="{HEIGHT - BOTTOM}"/></svg>'
-        + (f"<ul>{items}</ul>" if len(latest) > 1 else "")
-        + f'<script type="application/json">{data}</script></figure>'
-    )
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
@@ -125,9 +148,8 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
         )
         parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{text}</text>')
     for value, text in x_axis.ticks:
-        parts.append(
-            f'<text class="x" x="{x_axis.position(value):.1f}" y="{HEIGHT - 8}">{text}</text>'
-        )
+        x = x_axis.position(value)
+        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 8}">{text}</text>')
     return "".join(parts)
 
 
@@ -138,24 +160,19 @@ def _curve(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
         )
 
     points = _thin(series.points)
+    is_thinned = len(points) < len(series.points)
     parts = []
-    if series.half_width is not None and len(points) == len(series.points) > 1:
-        pairs = list(zip(points, series.half_width, strict=True))
-        # A band of shares ends at 0 and 1.
-        low, high = (0.0, 1.0) if all(0 <= v <= 1 for _, v in points) else (-math.inf, math.inf)
-        edge = [(s, min(v + w, high)) for (s, v), w in pairs] + [
-            (s, max(v - w, low)) for (s, v), w in reversed(pairs)
-        ]
-        parts.append(f'<polygon class="band {colour}" points="{path(edge)}"/>')
+    if series.half_width is not None and len(points) > 1 and not is_thinned:
+        band = path(_band(points, series.half_width))
+        parts.append(f'<polygon class="band {colour}" points="{band}"/>')
+
     if len(points) > 1:
         faint = " faint" if len(series.points) >= MEANS_FROM else ""
         parts.append(f'<polyline class="curve{faint} {colour}" points="{path(points)}"/>')
         if faint:
-            means = [
-                (fmean(s for s, _ in part), fmean(v for _, v in part))
-                for part in _cut(series.points, _NUM_MEANS)
-            ]
-            parts.append(f'<polyline class="curve {colour}" points="{path(means)}"/>')
+            means = path(_means(series.points))
+            parts.append(f'<polyline class="curve {colour}" points="{means}"/>')
+
     if len(points) <= _DOTS_UP_TO:
         for step, value in points:
             x = x_axis.position(step)
@@ -164,101 +181,147 @@ def _curve(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
     return "".join(parts)
 
 
-def _cut(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
-    size = math.ceil(len(points) / most)
+def _band(points: Sequence[Point], half_width: Sequence[float]) -> list[Point]:
+    """The outline of a band: its upper edge from left to right, its lower edge back."""
+    low = -math.inf
+    high = math.inf
+    if all(0 <= value <= 1 for _, value in points):
+        # A band of shares ends at 0 and 1.
+        low = 0.0
+        high = 1.0
+
+    upper = []
+    lower = []
+    for (step, value), width in zip(points, half_width, strict=True):
+        upper.append((step, min(value + width, high)))
+        lower.append((step, max(value - width, low)))
+    return upper + lower[::-1]
+
+
+def _means(points: Sequence[Point]) -> list[Point]:
+    """Means of steps and values over parts of neighbouring points."""
+    means = []
+    for part in _cut(points, _NUM_MEANS):
+        steps = [step for step, _ in part]
+        values = [value for _, value in part]
+        means.append((fmean(steps), fmean(values)))
+    return means
+
+
+def _cut(points: Sequence[Point], max_parts: int) -> list[Sequence[Point]]:
+    size = math.ceil(len(points) / max_parts)
     return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def _thin(points: Sequence[Point]) -> Sequence[Point]:
+    """At most MAX_POINTS points, and the last one: the extremes of each part."""
     if len(points) <= MAX_POINTS:
         return points
-    kept: list[Point] = []
+
+    def value_of(point: Point) -> float:
+        return point[1]
+
+    extremes: list[Point] = []
     for part in _cut(points, MAX_POINTS // 2):
-        kept += sorted(
-            {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        )
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+        extremes += sorted({min(part, key=value_of), max(part, key=value_of)})
+    if extremes[-1] != points[-1]:
+        extremes.append(points[-1])
+    return extremes
 
 
 def _step_axis(first: float, last: float) -> _Axis:
-    span = WIDTH - LEFT - RIGHT
+    width = WIDTH - LEFT - RIGHT
     if first == last:
-        return _Axis(lambda _: LEFT + span / 2, [(first, str(first))])
-    ticks = [(tick, _tick(tick, 1.0)) for tick in _nice_ticks(first, last, 6) if tick == int(tick)]
-    return _Axis(lambda v: LEFT + span * (v - first) / (last - first), ticks)
+        return _Axis(lambda _: LEFT + width / 2, [(first, str(first))])
+    ticks = [
+        (tick, _tick(tick, 1.0))
+        for tick in _nice_ticks(first, last, _NUM_STEP_TICKS)
+        if tick == int(tick)
+    ]
+    return _Axis(lambda step: LEFT + width * (step - first) / (last - first), ticks)
 
 
 def _value_axis(chart: Chart) -> _Axis:
-    values = [value for series in chart.series for _, value in series.points]
+    values: list[float] = []
+    for series in chart.series:
+        values += [value for _, value in series.points]
     low = min(values)
     high = max(values)
-    if not 0 <= low <= high <= 1:  # a band may leave the range of the values
-        bands = [
-            (v, w)
-            for s in chart.series
-            if s.half_width
-            for (_, v), w in zip(s.points, s.half_width, strict=True)
-        ]
-        low = min([low, *(v - w for v, w in bands)])
-        high = max([high, *(v + w for v, w in bands)])
-    if chart.may_be_log and low > 0 and high / low > 50.0:
-        first = math.floor(math.log10(low))
-        last = math.ceil(math.log10(high))
-        powers = [
-            10.0**power
-            for power in range(first, last + 1, max(1, math.ceil((last - first) / _TICKS)))
-        ]
-        share = (HEIGHT - TOP - BOTTOM) / (last - first)
-        return _Axis(
-            lambda v: TOP + share * (last - math.log10(v)), [(v, format_number(v)) for v in powers]
-        )
-    if (
-        low >= 0
-        and high <= 1
-        and (high - low > 0.2 or any("@" in series.name for series in chart.series))
-    ):
+
+    are_shares = 0 <= low <= high <= 1
+    for series in chart.series:
+        if series.half_width and not are_shares:  # a band may leave the range of the values
+            for (_, value), width in zip(series.points, series.half_width, strict=True):
+                low = min(low, value - width)
+                high = max(high, value + width)
+
+    if chart.may_be_log and low > 0 and high / low > _LOG_FROM:
+        return _log_axis(low, high)
+    is_pass_chart = any("@" in series.name for series in chart.series)
+    if are_shares and (high - low > 0.2 or is_pass_chart):
         return _linear_axis(0.0, 1.0)  # shares use the whole range
-    return _linear_axis(0.0 if 0 <= low < 0.5 * high else low, high)
+    starts_at_zero = 0 <= low < 0.5 * high
+    return _linear_axis(0.0 if starts_at_zero else low, high)
+
+
+def _log_axis(low: float, high: float) -> _Axis:
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    step = max(1, math.ceil((last - first) / _NUM_TICKS))
+    ticks = [10.0**power for power in range(first, last + 1, step)]
+    pixels_per_power = (HEIGHT - TOP - BOTTOM) / (last - first)
+    return _Axis(
+        lambda value: TOP + pixels_per_power * (last - math.log10(value)),
+        [(tick, format_number(tick)) for tick in ticks],
+    )
 
 
 def _linear_axis(low: float, high: float) -> _Axis:
-    if high - low <= 1e-6 * max(
-        abs(low), abs(high), 1e-300
-    ):  # a flat curve: the axis must not magnify rounding noise
+    # A flat curve: the axis must not magnify rounding noise.
+    if high - low <= 1e-6 * max(abs(low), abs(high), 1e-300):
         margin = abs(high) * 0.1 or 1.0
         low = low if low == 0 else low - margin
         high = high + margin
-    ticks = _nice_ticks(low, high, _TICKS)
+
+    ticks = _nice_ticks(low, high, _NUM_TICKS)
     step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    low = min(low, ticks[0])
-    high = max(high, ticks[-1])
+    bottom = min(low, ticks[0])
+    top = max(high, ticks[-1])
     height = HEIGHT - TOP - BOTTOM
     return _Axis(
-        lambda v: TOP + height * (high - v) / (high - low),
+        lambda value: TOP + height * (top - value) / (top - bottom),
         [(tick, _tick(tick, step)) for tick in ticks],
     )
 
 
-def _nice_ticks(low: float, high: float, wanted: int) -> list[float]:
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+def _nice_ticks(low: float, high: float, num_intervals: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`, in at most about
+    `num_intervals` intervals.
+    """
+    raw_step = (high - low) / num_intervals
+    power = 10.0 ** math.floor(math.log10(raw_step))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw_step * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
 def _tick(value: float, step: float) -> str:
     """Enough decimals to distinguish two neighbouring ticks."""
     if abs(value) >= 10000 or abs(value) < 1e-3:
         return format_number(value)
-    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:.{decimals}f}"
 
 
 def format_number(value: float) -> str:
     """Three or four significant digits: `0.693`, `12.3`, `1,234`, `23.4k`, `1.2e-05`."""
+    size = abs(value)
     if value == 0:
         return "0"
-    if 1e4 <= abs(value) < 1e9:
-        return f"{value / 1e6:.4g}M" if abs(value) >= 1e6 else f"{value / 1e3:.4g}k"
-    return next(form for least, form in _FORMS if abs(value) >= least).format(value)
+    if 1e6 <= size < 1e9:
+        return f"{value / 1e6:.4g}M"
+    if 1e4 <= size < 1e6:
+        return f"{value / 1e3:.4g}k"
+    number_format = next(form for least, form in _FORMATS if size >= least)
+    return number_format.format(value)

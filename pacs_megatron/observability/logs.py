@@ -30,10 +30,12 @@ class LineFormatter(logging.Formatter):
             f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
         )
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return _CONTROL.sub(
-            lambda match: match[0].encode("unicode_escape").decode(), super().formatMessage(record)
-        )
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
+        return _CONTROL.sub(_escaped, super().formatMessage(record))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 class _ConsoleHandler(logging.Handler):
@@ -53,37 +55,6 @@ class _ConsoleHandler(logging.Handler):
                 self._stream.flush()
 
 
-def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:
-    """Logs to `stream` (default: stderr) and, with `log_dir`, to `<log_dir>/rank<k>.log`
-    (appended).
-
-    The console shows INFO of rank 0 and warnings of other ranks; the files contain INFO of every
-    rank. A second call replaces the handlers of the first.
-    """
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, _ConsoleHandler | _RankFile):
-            root.removeHandler(handler)
-            handler.close()
-    console = _ConsoleHandler(sys.stderr if stream is None else stream)
-    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    handlers: list[logging.Handler] = [console]
-    if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        handlers.append(
-            _RankFile(log_dir / f"rank{rank}.log", encoding="utf-8", errors="backslashreplace")
-        )
-    for handler in handlers:
-        handler.setFormatter(LineFormatter(rank))
-        root.addHandler(handler)
-    # INFO of this package only, not of other libraries.
-    root.setLevel(logging.WARNING)
-    logging.getLogger("pacs_megatron").setLevel(logging.INFO)
-    # A CUDA build of torch warns here on every host without a GPU; nothing that we run builds an
-    # extension.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
 class _RankFile(logging.FileHandler):
     """The log file of one rank.
 
@@ -92,7 +63,7 @@ class _RankFile(logging.FileHandler):
 
     _has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         if not self._has_failed:
             self._has_failed = True
             sys.stderr.write(f"{self.baseFilename}: lines are missing ({sys.exc_info()[1]})\n")
@@ -100,3 +71,39 @@ class _RankFile(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):  # it writes the bytes that a failed write has left
             super().close()
+
+
+def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = None) -> None:
+    """Logs to the console and, with `log_dir`, to `<log_dir>/rank<k>.log` (appended).
+
+    The console shows INFO of rank 0 and warnings of other ranks; the files contain INFO of every
+    rank. A second call replaces the handlers of the first.
+
+    Args:
+        log_dir: Folder of the files; None writes none.
+        rank: Rank of this process.
+        stream: The console; default: stderr.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _ConsoleHandler | _RankFile):
+            root.removeHandler(handler)
+            handler.close()
+
+    console = _ConsoleHandler(sys.stderr if stream is None else stream)
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handlers: list[logging.Handler] = [console]
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        path = log_dir / f"rank{rank}.log"
+        handlers.append(_RankFile(path, encoding="utf-8", errors="backslashreplace"))
+    for handler in handlers:
+        handler.setFormatter(LineFormatter(rank))
+        root.addHandler(handler)
+
+    # INFO of this package only, not of other libraries.
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pacs_megatron").setLevel(logging.INFO)
+    # A CUDA build of torch warns here on every host without a GPU; nothing that we run builds an
+    # extension.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

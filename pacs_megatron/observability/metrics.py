@@ -31,7 +31,7 @@ from pacs_megatron.runtime.run_folder import METRICS_FILE
 logger = logging.getLogger(__name__)
 
 MetricValue = float | int | None
-Row = dict[str, MetricValue]
+MetricsRow = dict[str, MetricValue]
 """One step's metrics; `step` is an int."""
 _EXTREMES: Mapping[str, Any] = {"_max": np.maximum, "_min": np.minimum}
 """Suffix -> choice; a NaN remains in any order."""
@@ -39,7 +39,10 @@ _EXTREMES: Mapping[str, Any] = {"_max": np.maximum, "_min": np.minimum}
 
 @dataclass(frozen=True, slots=True)
 class MetricSum:
-    """A sum with its denominator. Adding two of them before the division is exact under any split."""
+    """A sum with its denominator.
+
+    Adding two of them before the division is exact under any split of the samples.
+    """
 
     total: float
     count: float
@@ -61,24 +64,27 @@ class MetricSums:
     extremes: dict[str, float] = field(default_factory=dict)
 
     def add_means(self, metrics: Mapping[str, float | None], count: float) -> None:
-        """Adds the metrics of one update: means over `count` samples, tokens or groups, and
-        extremes by their suffix.
+        """Adds the metrics of one update.
 
-        None (an empty mean) adds nothing to the denominator.
+        Args:
+            metrics: Means, and extremes by their suffix. None (an empty mean) adds nothing to the
+                denominator.
+            count: Number of samples, tokens or groups of the means.
         """
         for name, value in metrics.items():
             choose = _EXTREMES.get(name[-4:])
             if value is None:
                 self.sums.setdefault(name, MetricSum(0.0, 0.0))
             elif choose is None:
-                own = MetricSum(float(value * count), float(count))
-                self.sums[name] = self.sums.get(name, MetricSum(0.0, 0.0)) + own
+                before = self.sums.get(name, MetricSum(0.0, 0.0))
+                self.sums[name] = before + MetricSum(float(value * count), float(count))
             else:
                 self.extremes[name] = float(choose(self.extremes.get(name, value), value))
 
     def values(self) -> dict[str, float | None]:
         """Means (None where the denominator is zero) and extremes by name."""
-        return {**{name: item.mean for name, item in self.sums.items()}, **self.extremes}
+        means = {name: metric.mean for name, metric in self.sums.items()}
+        return {**means, **self.extremes}
 
 
 class MetricsWriter(Closing):
@@ -92,17 +98,20 @@ class MetricsWriter(Closing):
         self.path = run_dir / METRICS_FILE
         rows = read_metrics(self.path)
         self._last_step = rows[-1]["step"] if rows else None
-        whole = sum(len(line) + 1 for line in complete_lines(self.path))
-        if self.path.exists() and self.path.stat().st_size != whole:
+
+        num_bytes = sum(len(line) + 1 for line in complete_lines(self.path))
+        if self.path.exists() and self.path.stat().st_size != num_bytes:
             # The next row would be appended to the incomplete last line.
-            os.truncate(self.path, whole)
+            os.truncate(self.path, num_bytes)
         self._file: IO[bytes] = self.path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row: `step` first, the other keys sorted.
 
-        Raises NonFiniteError with the key of a NaN or Inf, TypeError for a value that is no number,
-        and ValueError if the step is not after the last one.
+        Raises:
+            NonFiniteError: A value is NaN or Inf, with its key.
+            TypeError: A value is not a number.
+            ValueError: The step is not after the last one.
         """
         step = int(row["step"])
         last = self._last_step
@@ -110,6 +119,7 @@ class MetricsWriter(Closing):
             raise ValueError(
                 f"metrics of step {step} after step {last}: call truncate_after on resume"
             )
+
         values = {key: _plain(key, row[key], step) for key in sorted(row) if key != "step"}
         with naming(self.path):
             self._file.write(json_line({"step": step, **values}))
@@ -140,23 +150,28 @@ def _plain(key: str, value: Any, step: int) -> MetricValue:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` (or of its run folder) in order, without an incomplete last
-    line; [] without a file.
+    """The rows of a `metrics.jsonl` in order, without an incomplete last line; [] without a file.
 
-    Raises DataError with file and line of a malformed row.
+    Args:
+        path: The file, or its run folder.
+
+    Raises:
+        DataError: A row is malformed, with file and line.
     """
     if path.is_dir():
         path = path / METRICS_FILE
     rows: list[dict[str, Any]] = []
+    last_step = -1
     for number, row in enumerate(parse_lines(complete_lines(path), path), start=1):
         step = row.get("step")
-        before = rows[-1]["step"] if rows else -1
-        if type(step) is not int or not before < step < 2**53:
+        # `type`, not `isinstance`: a bool is an int. A float represents every int below 2**53.
+        if type(step) is not int or not last_step < step < 2**53:
             raise DataError(
-                f"{path}:{number}: expected an int step after {before}, got {step!r}; delete the "
-                "line"
+                f"{path}:{number}: expected an int step after {last_step}, got {step!r}; delete "
+                "the line"
             )
         rows.append(row)
+        last_step = step
     return rows
 
 
@@ -168,19 +183,20 @@ def truncate_metrics(run_dir: Path, step: int) -> int:
     path = run_dir / METRICS_FILE
     if not path.exists():
         return 0
+
     rows = read_metrics(path)
-    keep: int = sum(row["step"] <= step for row in rows)
-    last = rows[keep - 1]["step"] if keep else None
-    if last != step and step > 0:
+    num_left: int = sum(row["step"] <= step for row in rows)
+    last_step = rows[num_left - 1]["step"] if num_left else None
+    if last_step != step and step > 0:
         logger.warning(
             "%s ends at step %s, before the checkpoint's step %d: its curves have a gap",
             path,
-            last,
+            last_step,
             step,
         )
-    kept = [
-        line + b"\n" for line in islice(complete_lines(path), keep)
-    ]  # the same bytes, not formatted again
-    if path.stat().st_size != sum(map(len, kept)):
-        write_atomically(path, kept)
-    return len(rows) - keep
+
+    # The same bytes, not formatted again.
+    lines = [line + b"\n" for line in islice(complete_lines(path), num_left)]
+    if path.stat().st_size != sum(map(len, lines)):
+        write_atomically(path, lines)
+    return len(rows) - num_left

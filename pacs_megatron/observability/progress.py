@@ -18,7 +18,8 @@ Unit = Literal["step", "bytes"]
 LINE_INTERVAL_S = 5.0
 SAMPLES_INTERVAL_S = 8.0
 """Minimum time between two log lines about finished steps, and about sampling."""
-_DISCARD = open(os.devnull, "w")
+_DISCARD = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
+"""Stream of a bar that is not drawn: tqdm still measures the speed."""
 _LINE = "{desc} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}"
 
@@ -29,6 +30,13 @@ class Progress(Closing):
     On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the
     first and the last step and at most one per `LINE_INTERVAL_S` between. The log file has these
     lines in both cases.
+
+    Args:
+        label: Start of the line.
+        total: Units at the end.
+        done: Units before the start.
+        unit: `step` or `bytes`.
+        stream: Default: stderr.
     """
 
     def __init__(
@@ -67,12 +75,12 @@ class Progress(Closing):
         """
         self._fields.update(fields or {})
         self._show(done)
-        now = float(self._bar.format_dict["elapsed"])
-        if self._bar.n >= self._bar.total or now - self._last_line >= LINE_INTERVAL_S:
-            self._last_line = now
-            text = tqdm.format_meter(
-                **{**self._bar.format_dict, "bar_format": _LINE, "ncols": None}
-            )
+        elapsed = self._elapsed()
+        is_complete = self._bar.n >= self._bar.total
+        if is_complete or elapsed - self._last_line >= LINE_INTERVAL_S:
+            self._last_line = elapsed
+            state = {**self._bar.format_dict, "bar_format": _LINE, "ncols": None}
+            text = tqdm.format_meter(**state)
             logger.info("%s", " ".join(text.split()))
 
     def phase(self, names: tuple[str, ...]) -> None:
@@ -85,9 +93,9 @@ class Progress(Closing):
         occasional log lines.
         """
         self.phase((*names, f"{done}/{total}"))
-        now = float(self._bar.format_dict["elapsed"])
-        if not self._live and now - self._last_samples >= SAMPLES_INTERVAL_S:
-            self._last_samples = now
+        elapsed = self._elapsed()
+        if not self._live and elapsed - self._last_samples >= SAMPLES_INTERVAL_S:
+            self._last_samples = elapsed
             logger.info("%s %s/%s %s", self._bar.desc, self._bar.n, self._bar.total, self._phase)
 
     def close(self) -> None:
@@ -95,9 +103,16 @@ class Progress(Closing):
         self.phase(())
         self._bar.close()
 
+    def _elapsed(self) -> float:
+        """Seconds since the start."""
+        return float(self._bar.format_dict["elapsed"])
+
     def _show(self, done: int) -> None:
         texts = [f"{name} {format_value(value)}" for name, value in self._fields.items()]
-        self._bar.set_postfix_str(", ".join([*texts, *filter(None, [self._phase])]), refresh=False)
+        if self._phase:
+            texts.append(self._phase)
+        self._bar.set_postfix_str(", ".join(texts), refresh=False)
+
         if self._live:
             self._bar.ncols = _columns(self._bar.fp)
         if done == self._bar.n:
@@ -118,15 +133,24 @@ def training_fields(row: Mapping[str, MetricValue]) -> dict[str, float]:
     """Reward (loss in a run without rewards), pass@1 and tokens/s of a row of metrics, where it has
     them.
     """
-    name, key = ("reward", "reward/mean") if "reward/mean" in row else ("loss", "objective/loss")
-    passed = [
-        v
-        for k, v in row.items()
-        if k.startswith("eval/") and k.endswith("/pass@1") and v is not None
-    ]
-    mean = sum(passed) / len(passed) if passed else None  # over benchmarks
-    fields = {name: row.get(key), "pass@1": mean, "tokens/s": row.get("tokens_per_s")}
+    fields: dict[str, MetricValue] = {}
+    if "reward/mean" in row:
+        fields["reward"] = row["reward/mean"]
+    else:
+        fields["loss"] = row.get("objective/loss")
+    fields["pass@1"] = _mean_pass_at_1(row)
+    fields["tokens/s"] = row.get("tokens_per_s")
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _mean_pass_at_1(row: Mapping[str, MetricValue]) -> float | None:
+    """The mean over benchmarks; None if the row has no evaluation."""
+    values = []
+    for key, value in row.items():
+        is_pass_at_1 = key.startswith("eval/") and key.endswith("/pass@1")
+        if is_pass_at_1 and value is not None:
+            values.append(value)
+    return sum(values) / len(values) if values else None
 
 
 def format_value(value: float) -> str:

@@ -22,10 +22,11 @@ from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
 
 Rows = Sequence[Mapping[str, Any]]
+"""The rows of metrics.jsonl"""
 
 _MAX_TEXT = 6000
 """Maximum characters of one prompt or response in the report; the whole text is in rollouts/."""
-_REST = "Other metrics"
+_OTHER = "Other metrics"
 """Collapsed section of the keys that no chart above shows."""
 _SHOWN = (
     "id",
@@ -38,6 +39,7 @@ _SHOWN = (
     "stop",
     "response_tokens",
 )
+"""Fields of a sample in the report"""
 _GUIDES = {
     "Learning": (
         "pacs/residual_mean",
@@ -63,233 +65,314 @@ _GUIDES = {
 
 
 def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:
-    """Writes `<run_dir>/report.html` with up to `num_samples` samples of the first and of the last
-    step.
+    """Writes `<run_dir>/report.html` and returns its path.
 
     Reads metrics.jsonl, config.yaml, environment.json and rollouts/; the part of a missing file is
-    omitted. Raises DataError if one is malformed. Returns the path of the report.
+    omitted.
+
+    Args:
+        run_dir: The run folder.
+        num_samples: Maximum number of samples of the first and of the last step.
+
+    Raises:
+        DataError: A file is malformed.
     """
     name = run_dir.resolve().name
     rows = read_metrics(run_dir)
-    body = [_header(run_dir, name), _tiles(rows)]
+    parts = [_header(run_dir, name), _tiles(rows)]
     if not rows:
-        body.append('<p class="soft">No step has been recorded yet.</p>')
+        parts.append('<p class="soft">No step has been recorded yet.</p>')
     for title, charts in _sections(rows):
-        grid = f'<div class="charts">{"".join(charts)}</div>'
-        if title == _REST and charts:
-            body.append(
-                f"<details><summary><h2>{title} ({len(charts)})</h2></summary>{grid}</details>"
-            )
-        elif charts:
-            key, text = _GUIDES.get(title, ("", ""))
-            guide = (
-                f'<p class="soft"><small>{safe_text(text)}</small></p>'
-                if any(key in row for row in rows)
-                else ""
-            )
-            body.append(f"<h2>{title}</h2>{guide}{grid}")
+        if charts:
+            parts.append(_section(title, charts, rows))
     if len(rows) >= MEANS_FROM:
         note = "Faint lines are single steps, strong lines means of neighbours."
-        body.append(f'<p class="soft"><small>{note}</small></p>')
-    files = rollout_files(run_dir) if num_samples else []
-    for step, file in dict([*files[:1], *files[-1:]]).items():
-        samples = [_sample(record, file) for record in _spread(read_rollouts(file), num_samples)]
-        body.append(f"<h2>Answers of step {step}</h2>{''.join(samples)}")
+        parts.append(f'<p class="soft"><small>{note}</small></p>')
+    if num_samples:
+        parts += _answers(run_dir, num_samples)
+
     path = run_dir / REPORT_FILE
-    write_atomically(path, [page(name, f"<main>{''.join(body)}</main>").encode()])
+    write_atomically(path, [page(name, f"<main>{''.join(parts)}</main>").encode()])
     return path
 
 
 def _header(run_dir: Path, name: str) -> str:
-    config = run_dir / CONFIG_FILE
+    """Name of the run, versions of the software, configuration."""
     environment = run_dir / ENVIRONMENT_FILE
-    facts = read_object(environment) if environment.exists() else {}
-    versions = " · ".join(f"{key} {version}" for key, version in facts.items())
+    record = read_object(environment) if environment.exists() else {}
+    versions = " · ".join(f"{key} {version}" for key, version in record.items())
     head = f'<h1>{safe_text(name)}</h1><p class="soft"><small>{safe_text(versions)}</small></p>'
+
+    config = run_dir / CONFIG_FILE
     if not config.exists():
         return head
-    text = yaml.safe_dump(
-        read_yaml(config, str(config)).plain(), sort_keys=False, allow_unicode=True
+    values = read_yaml(config, str(config)).plain()
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return (
+        f'{head}<details class="card"><summary>{CONFIG_FILE}</summary>'
+        f"<pre>{safe_text(text)}</pre></details>"
     )
-    return f'{head}<details class="card"><summary>{CONFIG_FILE}</summary><pre>{safe_text(text)}</pre></details>'
 
 
 def _tiles(rows: Rows) -> str:
-    tiles = [("step", str(row["step"])) for row in rows[-1:]]
-    for key in ["reward/mean", *_passes(key for row in rows for key in row)]:
-        if values := [value for _, value in _points(rows, key)]:
-            label = (
-                "reward" if key == "reward/mean" else key.removeprefix("eval/").replace("/", " ")
-            )
+    """The last results of the run in large figures."""
+    if not rows:
+        return ""
+    tiles = [("step", str(rows[-1]["step"]))]
+
+    all_keys: set[str] = set()
+    for row in rows:
+        all_keys.update(row)
+    for key in ["reward/mean", *_pass_keys(all_keys)]:
+        values = _values(rows, key)
+        if values:
+            label = key.removeprefix("eval/").replace("/", " ")
+            if key == "reward/mean":
+                label = "reward"
             ends = [values[0], values[-1]] if len(values) > 1 else values
             tiles.append((label, " → ".join(f"{value:.2f}" for value in ends)))
-    if rates := [value for _, value in _points(rows, "tokens_per_s")]:
+
+    rates = _values(rows, "tokens_per_s")
+    if rates:
         tiles.append(("tokens/s, mean of steps", format_number(sum(rates) / len(rates))))
-    if seconds := [value for _, value in _points(rows, "time/step_s")]:
+    seconds = _values(rows, "time/step_s")
+    if seconds:
         tiles.append(("time in steps", tqdm.format_interval(sum(seconds))))
-    inner = "".join(
+
+    cells = [
         f"<div><span>{safe_text(label)}</span><b>{safe_text(value)}</b></div>"
         for label, value in tiles
-    )
-    return f'<div class="tiles">{inner}</div>' if tiles else ""
+    ]
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _section(title: str, charts: Sequence[str], rows: Rows) -> str:
+    grid = f'<div class="charts">{"".join(charts)}</div>'
+    if title == _OTHER:
+        return f"<details><summary><h2>{title} ({len(charts)})</h2></summary>{grid}</details>"
+
+    guide = ""
+    key, text = _GUIDES.get(title, ("", ""))
+    if any(key in row for row in rows):
+        guide = f'<p class="soft"><small>{safe_text(text)}</small></p>'
+    return f"<h2>{title}</h2>{guide}{grid}"
 
 
 def _sections(rows: Rows) -> Iterator[tuple[str, list[str]]]:
     """Yields sections with their charts; every key of the metrics is in exactly one chart."""
-    left = {
-        key for row in rows for key, value in row.items() if key != "step" and value is not None
-    }
-
-    def draw(
-        title: str, keys: Iterable[str], note: str = "", *, may_be_log: bool = False
-    ) -> list[str]:
-        present = [key for key in keys if key in left]
-        left.difference_update(present)
-        names = _short_names(present) if len(present) > 1 else present
-        series = [
-            Series(name=name, points=_points(rows, key))
-            for name, key in zip(names, present, strict=True)
-        ]
-        return (
-            [line_chart(Chart(title=title, series=series, note=note, may_be_log=may_be_log))]
-            if series
-            else []
-        )
-
-    def all_of(prefix: str) -> list[str]:
-        return [
-            chart for key in sorted(left) if key.startswith(prefix) for chart in draw(key, [key])
-        ]
-
+    charts = _Charts(rows)
     yield (
         "Learning",
-        draw("reward", ["reward/mean"], "mean over samples")
-        + _pass_charts(rows, left)
-        + draw("distance to the label", ["pacs/residual_mean"], "mean |σ(ψ) − y|"),
+        charts.draw("reward", ["reward/mean"], "mean over samples")
+        + charts.draw_pass_rates()
+        + charts.draw("distance to the label", ["pacs/residual_mean"], "mean |σ(ψ) − y|"),
     )
     yield (
         "Optimization",
-        draw("loss", ["objective/loss"], "objective of the mini-batches")
-        + draw("gradient norm", ["optimizer/grad_norm"], "before clipping", may_be_log=True)
-        + draw("entropy", ["policy/entropy"], "nats a token"),
+        charts.draw("loss", ["objective/loss"], "objective of the mini-batches")
+        + charts.draw("gradient norm", ["optimizer/grad_norm"], "before clipping", may_be_log=True)
+        + charts.draw("entropy", ["policy/entropy"], "nats a token"),
     )
-    lengths = [key for key in sorted(left) if key.startswith("response/len_")]
-    yield "Responses", draw("response length", lengths, "tokens") + all_of("response/")
+    yield (
+        "Responses",
+        charts.draw("response length", charts.keys("response/len_"), "tokens")
+        + charts.draw_each("response/"),
+    )
+
     psi = ["pacs/psi_mean_pos", "pacs/psi_mean_neg"]
     shares = ["pacs/one_class_group_frac", "pacs/truncated_frac", "pacs/psi_over_8_frac"]
-    scores = draw("mean ψ by label", psi) + draw("shares", shares)
-    yield "Scores", scores + [chart for name in sorted(REGISTRY) for chart in all_of(f"{name}/")]
+    scores = charts.draw("mean ψ by label", psi) + charts.draw("shares", shares)
+    for objective in sorted(REGISTRY):
+        scores += charts.draw_each(f"{objective}/")
+    yield "Scores", scores
+
     values = ["critic/value_mean", "critic/return_mean"]
-    yield "Critic", draw("values and returns", values, "mean over tokens") + all_of("critic/")
-    yield "Time", _phases(rows, left) + draw("tokens/s", ["tokens_per_s"])
-    yield _REST, all_of("")
+    yield (
+        "Critic",
+        charts.draw("values and returns", values, "mean over tokens") + charts.draw_each("critic/"),
+    )
+    yield "Time", charts.draw_phases() + charts.draw("tokens/s", ["tokens_per_s"])
+    yield _OTHER, charts.draw_each("")
 
 
-def _pass_charts(rows: Rows, left: set[str]) -> list[str]:
-    """Returns one chart per benchmark with one curve per k and the standard error as a band."""
-    charts = []
-    for benchmark, keys in itertools.groupby(_passes(left), key=lambda key: key.rpartition("/")[0]):
-        series = []
-        for key in keys:
-            points = _points(rows, key)
-            errors = dict(_points(rows, f"{key}_se"))
-            width = (
-                [errors[step] for step, _ in points]
-                if all(step in errors for step, _ in points)
-                else None
-            )
-            series.append(Series(name=key.rpartition("/")[2], points=points, half_width=width))
-            left.difference_update({key, f"{key}_se"})
-        title = benchmark.removeprefix("eval/")
-        charts.append(line_chart(Chart(title=title, series=series, note="pass@k ± standard error")))
-    return charts
+class _Charts:
+    """Draws charts of metrics, each key in one chart."""
 
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._undrawn: set[str] = set()
+        """Keys with a value that no chart shows yet"""
+        for row in rows:
+            self._undrawn.update(key for key, value in row.items() if value is not None)
+        self._undrawn.discard("step")
 
-def _phases(rows: Rows, left: set[str]) -> list[str]:
-    """Returns the chart of the time of a step: the outermost spans, and the time outside all spans."""
-    timed = [row for row in rows if row.get("time/step_s") is not None]
-    if not timed:
-        return []
-    phases = {
-        key for row in timed for key in row if key.startswith("time/") and key.count("/") == 1
-    }
-    left -= phases
-    # A phase that a step lacks did not run in it.
-    seconds = {key: np.array([row.get(key) or 0.0 for row in timed]) for key in sorted(phases)}
-    total = seconds.pop("time/step_s")
-    curves = {
-        key.removeprefix("time/").removesuffix("_s"): values for key, values in seconds.items()
-    }
-    curves["other"] = np.maximum(total - sum(seconds.values(), np.zeros(len(timed))), 0.0)
-    steps = [row["step"] for row in timed]
-    longest = sorted(curves, key=lambda name: -sum(curves[name].tolist()))
-    series = [
-        Series(name=name, points=list(zip(steps, curves[name].tolist(), strict=True)))
-        for name in longest
-    ]
-    return [line_chart(Chart(title="time of each phase", series=series, note="seconds a step"))]
+    def keys(self, prefix: str) -> list[str]:
+        """The keys that no chart shows yet."""
+        return sorted(key for key in self._undrawn if key.startswith(prefix))
+
+    def draw(
+        self, title: str, keys: Iterable[str], note: str = "", *, may_be_log: bool = False
+    ) -> list[str]:
+        """One chart with those of `keys` that no chart shows yet; no chart if there are none."""
+        present = [key for key in keys if key in self._undrawn]
+        if not present:
+            return []
+        self._undrawn.difference_update(present)
+
+        names = _short_names(present) if len(present) > 1 else present
+        series = [
+            Series(name=name, points=_points(self._rows, key))
+            for name, key in zip(names, present, strict=True)
+        ]
+        return [line_chart(Chart(title=title, series=series, note=note, may_be_log=may_be_log))]
+
+    def draw_each(self, prefix: str) -> list[str]:
+        """A chart of each key with this prefix that no chart shows yet."""
+        charts: list[str] = []
+        for key in self.keys(prefix):
+            charts += self.draw(key, [key])
+        return charts
+
+    def draw_pass_rates(self) -> list[str]:
+        """One chart per benchmark with one curve per k and the standard error as a band."""
+        charts = []
+        keys_by_benchmark = itertools.groupby(
+            _pass_keys(self._undrawn), key=lambda key: key.rpartition("/")[0]
+        )
+        for benchmark, keys in keys_by_benchmark:
+            series = [self._pass_rate(key) for key in keys]
+            title = benchmark.removeprefix("eval/")
+            chart = Chart(title=title, series=series, note="pass@k ± standard error")
+            charts.append(line_chart(chart))
+        return charts
+
+    def _pass_rate(self, key: str) -> Series:
+        """The curve of one k, with a band if every point has a standard error."""
+        error_key = f"{key}_se"
+        self._undrawn.difference_update({key, error_key})
+
+        points = _points(self._rows, key)
+        errors = dict(_points(self._rows, error_key))
+        half_width = None
+        if all(step in errors for step, _ in points):
+            half_width = [errors[step] for step, _ in points]
+        return Series(name=key.rpartition("/")[2], points=points, half_width=half_width)
+
+    def draw_phases(self) -> list[str]:
+        """The chart of the time of a step: the outermost spans, and the time outside all spans."""
+        rows = [row for row in self._rows if row.get("time/step_s") is not None]
+        if not rows:
+            return []
+        keys: set[str] = set()
+        for row in rows:
+            keys.update(key for key in row if key.startswith("time/"))
+        phases = {key for key in keys if key.count("/") == 1}
+        self._undrawn -= phases
+
+        # A phase that a step lacks did not run in it.
+        seconds = {key: np.array([row.get(key) or 0.0 for row in rows]) for key in sorted(phases)}
+        total = seconds.pop("time/step_s")
+        curves = {
+            key.removeprefix("time/").removesuffix("_s"): values for key, values in seconds.items()
+        }
+        in_phases = sum(seconds.values(), np.zeros(len(rows)))
+        curves["other"] = np.maximum(total - in_phases, 0.0)
+
+        steps = [row["step"] for row in rows]
+        longest_first = sorted(curves, key=lambda name: -sum(curves[name].tolist()))
+        series = [
+            Series(name=name, points=list(zip(steps, curves[name].tolist(), strict=True)))
+            for name in longest_first
+        ]
+        chart = Chart(title="time of each phase", series=series, note="seconds a step")
+        return [line_chart(chart)]
 
 
 def _short_names(keys: Sequence[str]) -> list[str]:
     """Returns the last parts of the keys without the words that all begin with."""
     names = [key.rpartition("/")[2] for key in keys]
-    stem = os.path.commonprefix(names)
+    stem = os.path.commonprefix(names)  # noqa: RUF071  (names, not paths)
     return [name[stem.rfind("_") + 1 :] for name in names]
 
 
-def _passes(keys: Iterable[str]) -> list[str]:
+def _pass_keys(keys: Iterable[str]) -> list[str]:
     """`eval/<benchmark>/pass@k` among the keys, by benchmark and k."""
-    found = {key: key.rpartition("/pass@") for key in keys if key.startswith("eval/")}
-    passes = {
-        key: (benchmark, int(k))
-        for key, (benchmark, _, k) in found.items()
-        if benchmark and k.isdecimal()
-    }
-    return sorted(passes, key=lambda key: passes[key])
+    order = {}
+    for key in keys:
+        benchmark, _, k = key.rpartition("/pass@")
+        is_pass_rate = bool(benchmark) and k.isdecimal()
+        if key.startswith("eval/") and is_pass_rate:
+            order[key] = (benchmark, int(k))
+    return sorted(order, key=lambda key: order[key])
 
 
 def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
-    return [(row["step"], float(value)) for row in rows if (value := row.get(key)) is not None]
+    """(step, value) of the rows that have a value."""
+    return [(row["step"], float(row[key])) for row in rows if row.get(key) is not None]
 
 
-def _spread(records: Sequence[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
+def _values(rows: Rows, key: str) -> list[float]:
+    return [value for _, value in _points(rows, key)]
+
+
+def _answers(run_dir: Path, num_samples: int) -> list[str]:
+    """Samples of the first and of the last step."""
+    files = rollout_files(run_dir)
+    parts = []
+    for step, file in dict([*files[:1], *files[-1:]]).items():
+        records = _spread(read_rollouts(file), num_samples)
+        samples = [_sample(record, file) for record in records]
+        parts.append(f"<h2>Answers of step {step}</h2>{''.join(samples)}")
+    return parts
+
+
+def _spread(records: Sequence[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
     """Returns records at even distances, so that several prompts appear. Deterministic."""
-    if len(records) <= wanted:
+    if len(records) <= num_samples:
         return list(records)
+    distance = len(records) // num_samples
     # Plus a changing offset; otherwise every choice would be the first sample of its group.
     return [
-        records[(index * len(records)) // wanted + index % (len(records) // wanted)]
-        for index in range(wanted)
+        records[(index * len(records)) // num_samples + index % distance]
+        for index in range(num_samples)
     ]
 
 
 def _sample(record: Mapping[str, Any], path: Path) -> str:
-    if missing := sorted(set(_SHOWN) - set(record)):
+    missing = sorted(set(_SHOWN) - set(record))
+    if missing:
         raise DataError(f"{path}: a sample lacks {', '.join(missing)}; restore or delete the file")
-    kind, word = ("right", "✓ correct") if record["label"] else ("wrong", "✗ wrong")
-    if record["failure"] is not None:
-        kind = "wrong"
-        word = f"not judged: {safe_text(str(record['failure']))}"
-    elif record["label"] is None:
-        kind = ""
-        word = "no label"
+
+    style, verdict = _verdict(record)
     facts = f"reward {record['reward']} · {record['response_tokens']} tokens · {record['stop']}"
     texts = {
         "Prompt": record["prompt"],
         "Response": record["response"],
         "Gold answer": record["answer"],
     }
+    blocks = [
+        f"<h3>{title}</h3><pre>{_shortened(str(text))}</pre>" for title, text in texts.items()
+    ]
     return (
-        '<details class="card sample"><summary><span '
-        f'class="{f"verdict {kind}".strip()}">{word}</span><span '
-        f'class="id">{safe_text(str(record["id"]))}</span><span '
-        f'class="soft">{safe_text(facts)}</span></summary>'
-        + "".join(f"<h3>{title}</h3><pre>{_cut(str(text))}</pre>" for title, text in texts.items())
-        + "</details>"
+        f'<details class="card sample"><summary><span class="{style}">{verdict}</span>'
+        f'<span class="id">{safe_text(str(record["id"]))}</span><span '
+        f'class="soft">{safe_text(facts)}</span></summary>{"".join(blocks)}</details>'
     )
 
 
-def _cut(text: str) -> str:
+def _verdict(record: Mapping[str, Any]) -> tuple[str, str]:
+    """(style classes, text) of a sample's verdict."""
+    if record["failure"] is not None:
+        return "verdict wrong", f"not judged: {safe_text(str(record['failure']))}"
+    if record["label"] is None:
+        return "verdict", "no label"
+    if record["label"]:
+        return "verdict right", "✓ correct"
+    return "verdict wrong", "✗ wrong"
+
+
+def _shortened(text: str) -> str:
+    """The text for HTML, without its middle if it is long."""
     half = _MAX_TEXT // 2
     if len(text) > _MAX_TEXT:
         text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"

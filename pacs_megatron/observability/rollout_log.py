@@ -40,21 +40,30 @@ def write_rollouts(
     prompts: Mapping[str, Prompt],
     decode: Callable[[np.ndarray], str],
 ) -> None:
-    """Writes `samples` ordered by prompt id and sample number, so the bytes do not depend on the
-    order of arrival.
+    """Writes the samples of a step.
 
-    `prompts` is indexed by prompt id; `decode` maps int32 [response] token ids to text.
+    They are ordered by prompt id and sample number, so the bytes do not depend on the order of
+    arrival.
+
+    Args:
+        path: From `rollout_path`.
+        samples: In any order.
+        prompts: By prompt id.
+        decode: Token ids of a response, [response], int32, to text.
     """
-
-    def order(sample: Sample) -> tuple[str, int, str]:
-        number = sample.id.rpartition("#")[2]
-        return sample.prompt_id, int(number) if number.isdecimal() else 0, sample.id
-
-    ordered = sorted(samples, key=order)
+    ordered = sorted(samples, key=_order)
     # One line at a time: a step of 8,192 long responses is gigabytes of text.
-    write_atomically(
-        path, (json_line(rollout_record(s, prompts[s.prompt_id], decode)) for s in ordered)
+    lines = (
+        json_line(rollout_record(sample, prompts[sample.prompt_id], decode)) for sample in ordered
     )
+    write_atomically(path, lines)
+
+
+def _order(sample: Sample) -> tuple[str, int, str]:
+    """(prompt id, number of the sample, id), by which samples are sorted."""
+    text = sample.id.rpartition("#")[2]
+    number = int(text) if text.isdecimal() else 0
+    return sample.prompt_id, number, sample.id
 
 
 def rollout_record(
@@ -63,11 +72,9 @@ def rollout_record(
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
     versions.
     """
-    mean = (
-        float(np.mean(sample.sampler_logprobs, dtype=np.float64))
-        if len(sample.sampler_logprobs)
-        else math.nan
-    )
+    mean = math.nan
+    if len(sample.sampler_logprobs):
+        mean = float(np.mean(sample.sampler_logprobs, dtype=np.float64))
     return {
         "id": sample.id,
         "prompt_id": sample.prompt_id,
@@ -91,11 +98,9 @@ def verdict_fields(sample: Sample) -> dict[str, Any]:
         "label": sample.label,
         "failure": sample.failure,
     }
-    return (
-        fields
-        if sample.reward_details is None
-        else fields | {"reward_details": sample.reward_details}
-    )
+    if sample.reward_details is not None:
+        fields["reward_details"] = sample.reward_details
+    return fields
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -109,27 +114,31 @@ def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, 
 
 
 def _files(run_dir: Path, kind: str) -> list[tuple[int, Path]]:
-    matches = [
-        (_NAME.fullmatch(path.name), path) for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*")
-    ]
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    """(step, path) of the files of text and of arrays, ordered by step."""
+    files = []
+    for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*"):
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            files.append((int(match[1]), path))
+    return sorted(files)
 
 
 def truncate_after(run_dir: Path, step: int, trained: int) -> None:
-    """Removes metrics and evaluations after `step`, samples of steps after `trained`, and
-    unfinished files. Idempotent.
+    """Removes what the run wrote after its checkpoint, and unfinished files. Idempotent.
 
     A checkpoint before the evaluation of its step has no row of that step, but its samples are
     trained: `step` is then `trained - 1`, and -1 also removes the row of the evaluation before step
     1.
+
+    Args:
+        run_dir: The run folder.
+        step: Last step whose metrics and evaluation stay.
+        trained: Last step whose samples stay.
     """
     truncate_metrics(run_dir, step)
-    limits = {"eval": step, "step": trained}
-    gone = [
-        path
-        for kind, limit in limits.items()
-        for number, path in _files(run_dir, kind)
-        if number > limit
-    ]
-    for path in [*gone, *(run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")]:
+
+    evaluations = [path for number, path in _files(run_dir, "eval") if number > step]
+    steps = [path for number, path in _files(run_dir, "step") if number > trained]
+    unfinished = (run_dir / ROLLOUT_FOLDER).glob(f"*{PARTIAL_SUFFIX}")
+    for path in [*evaluations, *steps, *unfinished]:
         path.unlink()

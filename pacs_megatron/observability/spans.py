@@ -46,8 +46,11 @@ class Timer:
             self._notify()
 
     def take(self) -> dict[str, float]:
-        """Returns `time/<phase>_s` of all spans that ended since the last call, and `time/step_s`,
-        the time since then.
+        """Returns and clears the seconds.
+
+        Returns:
+            `time/<phase>_s` of all spans that ended since the last call, and `time/step_s`, the
+            time since then.
         """
         since = self._since
         self._since = self._clock()

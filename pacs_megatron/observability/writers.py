@@ -58,18 +58,15 @@ class TensorBoardWriter(Closing):
 
 def check_wandb(options: WandbOptions) -> None:
     """Raises ConfigError without the package or its key."""
-    problem = ""
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    needs_key = os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY
     if find_spec("wandb") is None:
         problem = "the package wandb is not installed; run `pip install wandb`"
-    elif (
-        not os.environ.get("WANDB_API_KEY")
-        and os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY
-    ):
+    elif needs_key and not has_key:
         problem = "WANDB_API_KEY is not set; export it, or set WANDB_MODE=offline,"
-    if problem:
-        raise ConfigError(
-            f"logging.wandb.project={options.project}: {problem} or remove logging.wandb"
-        )
+    else:
+        return
+    raise ConfigError(f"logging.wandb.project={options.project}: {problem} or remove logging.wandb")
 
 
 class WandbWriter(Closing):
@@ -106,6 +103,10 @@ class WandbWriter(Closing):
 def open_sinks(
     run_dir: Path, name: str, options: LoggingOptions, *, first_step: int, config: Mapping[str, Any]
 ) -> list[TensorBoardWriter | WandbWriter]:
-    """The sinks of `options`. Raises ConfigError with the package or key that is missing."""
-    wandb = [] if options.wandb is None else [WandbWriter(run_dir, name, options.wandb, config)]
-    return [*wandb, *([TensorBoardWriter(run_dir, first_step)] if options.tensorboard else [])]
+    """The writers of `options`. Raises ConfigError with the package or key that is missing."""
+    sinks: list[TensorBoardWriter | WandbWriter] = []
+    if options.wandb is not None:
+        sinks.append(WandbWriter(run_dir, name, options.wandb, config))
+    if options.tensorboard:
+        sinks.append(TensorBoardWriter(run_dir, first_step))
+    return sinks

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from pacs_megatron.observability.metrics import MetricValue, Row, read_metrics
+from pacs_megatron.observability.metrics import MetricsRow, MetricValue, read_metrics
 from pacs_megatron.runtime.files import json_line
 
 
-def strip_times(row: Mapping[str, MetricValue]) -> Row:
+def strip_times(row: Mapping[str, MetricValue]) -> MetricsRow:
     """`row` without keys that differ between two runs with equal results: seconds, rates, memory."""
     return {
         k: v
