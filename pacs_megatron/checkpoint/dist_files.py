@@ -36,11 +36,14 @@ from pacs_megatron.checkpoint.dist_reader import COMMON_NAME, UNREADABLE
 from pacs_megatron.errors import CheckpointError, one_line
 
 Copy = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the values of a tensor, copied if they change before they are written"""
 
 
 class PlainTorchDistSave(TorchDistSaveShardedStrategy):
-    """`save` divides the tensors among the ranks, `write` writes them in this process, one file a
-    rank, flushed to disk.
+    """Saves in two steps, in this process, with one file a rank.
+
+    `save`, which Megatron calls, divides the tensors among the ranks and copies them. `write`
+    writes them and flushes them to disk.
 
     Derived from Megatron's own strategy: from 0.17 on `dist_checkpointing.save` silently replaces
     any other class.
@@ -56,6 +59,7 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
         return True
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Keeps copies of the tensors that this rank writes. Collective."""
         if parallel_state.is_initialized():
             # Divides tensors that several data-parallel ranks have among them, by size.
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -63,10 +67,12 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
             distribute_main_replicas_with_precomputed_distribution(
                 sharded_state_dict, group, distribution
             )
+
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        for shard in (shard for shards in renamed.values() for shard in shards):
-            if isinstance(shard, ShardedTensor) and shard.data is not None:
-                shard.data = self._copy(shard.data)
+        for shards in renamed.values():
+            for shard in shards:
+                if isinstance(shard, ShardedTensor) and shard.data is not None:
+                    shard.data = self._copy(shard.data)
         self._state = mcore_to_pyt_state_dict(renamed, False)
 
     @torch.no_grad()
@@ -75,25 +81,24 @@ class PlainTorchDistSave(TorchDistSaveShardedStrategy):
 
         Collective over `group`, a gloo group of all ranks; None: the default group.
         """
-        save(
-            self._state,
-            storage_writer=FileSystemWriter(
-                folder, single_file_per_rank=True, sync_files=True, thread_count=1
-            ),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=group,
+        writer = FileSystemWriter(
+            folder, single_file_per_rank=True, sync_files=True, thread_count=1
         )
-        self._state = {}
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        save(self._state, storage_writer=writer, planner=planner, process_group=group)
+        self._state = {}  # frees the copies
 
 
 def prepare_sharded(
     state: dict[str, Any], folder: Path, copy: Copy = lambda data: data
 ) -> PlainTorchDistSave:
-    """Writes the common part of `state` to the existing, empty `folder`; `write` of the result
-    writes the rest. Collective.
+    """Writes the common part of `state`; `write` of the result writes the rest. Collective.
 
-    `copy` returns the values of a tensor that this rank writes. They must not change before `write`
-    returns.
+    Args:
+        state: a sharded state dict.
+        folder: exists and is empty.
+        copy: returns the values of a tensor that this rank writes. They must not change before
+            `write` returns.
     """
     strategy = PlainTorchDistSave(copy)
     with torch.no_grad():
@@ -109,21 +114,23 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     Raises CheckpointError if a later Megatron-Core wrote the folder than the installed one reads,
     or if a part is missing.
     """
+    common = folder / COMMON_NAME
     installed = version("megatron-core")
-    if not (folder / COMMON_NAME).is_file() and Version(installed) < Version("0.17"):
+    if not common.is_file() and Version(installed) < Version("0.17"):
         raise CheckpointError(
             f"{folder} has no {COMMON_NAME}: megatron-core 0.17 or later wrote it, and {installed} "
             "cannot read it; install megatron-core 0.19 (Python 3.12), or convert the checkpoint "
             "to Hugging Face there"
         )
     try:
-        if (folder / COMMON_NAME).is_file():
+        if common.is_file():
             dist_checkpointing.load_common_state_dict(str(folder))
     except UNREADABLE as error:
         reason = one_line(str(error))[:200]
         raise CheckpointError(
-            f"{folder / COMMON_NAME} cannot be read: {reason}; restore it, or resume from older"
+            f"{common} cannot be read: {reason}; restore it, or resume from older"
         ) from error
+
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(
             state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED

@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -36,21 +37,6 @@ from pacs_megatron.errors import CheckpointError, one_line
 from pacs_megatron.runtime.json_reader import read_bytes, read_object
 
 Shape = tuple[int, ...]
-_ZIP_HEADER_BYTES = 30
-"""Bytes of a zip archive's local file header before the name; its last 4 bytes are the lengths of
-name and extra field
-"""
-_ZIP_LENGTHS_AT = 26
-UNREADABLE = (
-    RuntimeError,
-    ValueError,
-    EOFError,
-    OSError,
-    KeyError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
-
 METADATA_NAME = ".metadata"
 CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
@@ -62,20 +48,48 @@ CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+UNREADABLE = (
+    RuntimeError,
+    ValueError,
+    EOFError,
+    OSError,
+    KeyError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""Errors of torch.load for a damaged archive"""
+
+_ZIP_HEADER_BYTES = 30
+"""Bytes of a zip archive's local file header before the name; its last 4 bytes are the lengths of
+name and extra field
+"""
+_ZIP_LENGTHS_AT = 26
+_MAX_SIZE = 2**62
 
 _DCP = "torch.distributed.checkpoint"
-_ALLOWED = {
-    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
-    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    f"{_DCP}.filesystem": "_StorageInfo",
-    f"{_DCP}.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
-    "torch.serialization": "_get_layout",
-    "torch": "Size float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool "
-    "float8_e4m3fn float8_e5m2",
-    "collections": "OrderedDict",
-    "builtins": "set frozenset",
-    "pathlib": "Path PosixPath PurePosixPath",
-    "pathlib._local": "Path PosixPath PurePosixPath",
+_PATHS = ("Path", "PosixPath", "PurePosixPath")
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    f"{_DCP}.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo",),
+    f"{_DCP}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "torch.serialization": ("_get_layout",),
+    "torch": (
+        *("Size", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    ),
+    "collections": ("OrderedDict",),
+    "builtins": ("set", "frozenset"),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
 """module -> names of it that may be loaded"""
 
@@ -84,7 +98,7 @@ class _Unpickler(pickle._Unpickler):
     """Python's unpickler. The faster C unpickler allocates gigabytes for a damaged memo index."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, "").split():
+        if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(
                 f"it loads {module}.{name}, which is not part of a checkpoint"
             )
@@ -97,28 +111,37 @@ def read_metadata(folder: Path) -> Metadata:
     Raises CheckpointError unless Megatron may load this folder: complete, of a known format, no
     code in the index.
     """
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {folder} is no Megatron distributed checkpoint")
-    found = read_object(path, error=CheckpointError).get("sharded_backend")
-    if found != CONFIG["sharded_backend"]:
+    config = folder / CONFIG_NAME
+    if not config.is_file():
         raise CheckpointError(
-            f"{path}: sharded_backend is {found!r}, expected {CONFIG['sharded_backend']!r}"
+            f"{config} is missing; {folder} is no Megatron distributed checkpoint"
         )
+    backend = read_object(config, error=CheckpointError).get("sharded_backend")
+    if backend != CONFIG["sharded_backend"]:
+        raise CheckpointError(
+            f"{config}: sharded_backend is {backend!r}, expected {CONFIG['sharded_backend']!r}"
+        )
+
     path = folder / METADATA_NAME
     if not path.exists():
         raise CheckpointError(f"{path} is missing; the checkpoint is not complete, use another one")
     content = read_bytes(path, error=CheckpointError)
     try:
         metadata = _checked(_Unpickler(io.BytesIO(content)).load())
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a damaged pickle can raise anything
         reason = one_line(f"{type(error).__name__}: {error}")[:200]
         raise CheckpointError(f"{path} is damaged or unsafe ({reason}); use another copy") from None
+    _check_files(folder, metadata)
+    return metadata
+
+
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Raises CheckpointError unless the folder has the index's files with all of their bytes."""
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        needed[info.relative_path] = max(
-            needed.get(info.relative_path, 0), info.offset + info.length
-        )
+        end = info.offset + info.length
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
+
     for name, num_bytes in sorted(needed.items()):
         if Path(name).name != name:
             raise CheckpointError(
@@ -129,11 +152,9 @@ def read_metadata(folder: Path) -> Metadata:
             raise CheckpointError(
                 f"{file} is missing; the checkpoint is not complete, use another copy"
             )
-        if file.stat().st_size < num_bytes:
-            raise CheckpointError(
-                f"{file} is {file.stat().st_size} bytes, expected {num_bytes}: truncated"
-            )
-    return metadata
+        size = file.stat().st_size
+        if size < num_bytes:
+            raise CheckpointError(f"{file} is {size} bytes, expected {num_bytes}: truncated")
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -143,11 +164,13 @@ def _checked(metadata: Any) -> Metadata:
         _expect(key, str)
         if isinstance(entry, BytesStorageMetadata):
             continue
-        _expect(_expect(entry, TensorStorageMetadata).properties.dtype, torch.dtype)
-        rank = len(_sizes(entry.size))
-        for chunk in _expect(entry.chunks, list):
-            if {len(_sizes(chunk.offsets)), len(_sizes(chunk.sizes))} != {rank}:
+        tensor = _expect(entry, TensorStorageMetadata)
+        _expect(tensor.properties.dtype, torch.dtype)
+        num_dims = len(_sizes(tensor.size))
+        for chunk in _expect(tensor.chunks, list):
+            if {len(_sizes(chunk.offsets)), len(_sizes(chunk.sizes))} != {num_dims}:
                 raise ValueError(f"a piece of {key} has another number of dimensions")
+
     for index, info in _expect(metadata.storage_data, dict).items():
         _expect(_expect(index, MetadataIndex).fqn, str)
         _expect(info.relative_path, str)
@@ -156,6 +179,7 @@ def _checked(metadata: Any) -> Metadata:
 
 
 def _expect(value: Any, kind: type) -> Any:
+    """`value`. Raises TypeError unless it is of this class."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
     return value
@@ -164,27 +188,28 @@ def _expect(value: Any, kind: type) -> Any:
 def _sizes(values: Any) -> tuple[int, ...]:
     """`values` as a tuple. Raises unless all of them are integers from 0 to 2**62."""
     for value in _expect(values, tuple):
-        if not 0 <= _expect(value, int) < 2**62:
+        if not 0 <= _expect(value, int) < _MAX_SIZE:
             raise ValueError(f"the size {value} is out of range")
     return tuple(values)
 
 
 class DistReader:
-    """Reads a `dist` folder.
-
-    Raises CheckpointError if files are missing, truncated or unsafe. `get` reads the data.
-    """
+    """Reads the tensors of a `dist` folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Reads the index; `get` reads the data.
+
+        Raises CheckpointError if files are missing, truncated or unsafe.
+        """
         metadata = read_metadata(folder)
         self._folder = folder
         self._storage = metadata.storage_data
         self._files: dict[Path, MappedFile] = {}
         self._mutex = threading.Lock()
         self._tensors = {
-            k: v
-            for k, v in metadata.state_dict_metadata.items()
-            if isinstance(v, TensorStorageMetadata)
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
 
     @property
@@ -199,48 +224,52 @@ class DistReader:
         return self._tensor(key).properties.dtype
 
     def get(self, key: str, index: int | None = None) -> torch.Tensor:
-        """The whole tensor, or row `index` of its first dimension (a stack of experts).
+        """A tensor of the checkpoint. Safe from any thread.
 
-        Safe from any thread.
+        Args:
+            key: of the tensor.
+            index: row of its first dimension (a stack of experts); None: the whole tensor.
 
-        A view of the mapped file (copy-on-write) if one piece contains all of it, else a new
-        tensor.
+        Returns:
+            A view of the mapped file (copy-on-write) if one piece contains all of it, else a new
+            tensor.
+
+        Raises:
+            CheckpointError: if the pieces do not cover the tensor, or one cannot be read.
         """
         tensor = self._tensor(key)
+        # The box [low, high) of the tensor, in its own coordinates.
         low = [0] * len(tensor.size)
         high = list(tensor.size)
         if index is not None:
             low[0] = index
             high[0] = index + 1
-        box = [stop - start for start, stop in zip(low, high, strict=True)]
+        shape = [stop - start for start, stop in zip(low, high, strict=True)]
+
         result: torch.Tensor | None = None
-        covered = 0
+        num_covered = 0
         for number, chunk in enumerate(tensor.chunks):
-            starts = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
+            # The intersection of the box and the piece.
+            starts = [max(start, offset) for start, offset in zip(low, chunk.offsets, strict=True)]
             stops = [
-                min(a, b + n) for a, b, n in zip(high, chunk.offsets, chunk.sizes, strict=True)
+                min(stop, offset + size)
+                for stop, offset, size in zip(high, chunk.offsets, chunk.sizes, strict=True)
             ]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
-            data = self._read(
-                MetadataIndex(key, chunk.offsets, number),
-                tuple(chunk.sizes),
-                tensor.properties.dtype,
-            )
-            source = tuple(
-                slice(a - o, b - o) for a, b, o in zip(starts, stops, chunk.offsets, strict=True)
-            )
-            part = data[source]
-            covered += part.numel()
-            if list(part.shape) == box:
+
+            place = MetadataIndex(key, chunk.offsets, number)
+            data = self._read(place, tuple(chunk.sizes), tensor.properties.dtype)
+            part = data[_slices(starts, stops, chunk.offsets)]
+            num_covered += part.numel()
+            if list(part.shape) == shape:
                 result = part
                 break
             if result is None:
-                result = torch.empty(box, dtype=part.dtype)
-            result[
-                tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, low, strict=True))
-            ] = part
-        if result is None or covered != result.numel():
+                result = torch.empty(shape, dtype=part.dtype)
+            result[_slices(starts, stops, low)] = part
+
+        if result is None or num_covered != result.numel():
             raise CheckpointError(
                 f"{self._folder}: the pieces of {key} do not cover it; the checkpoint is not "
                 "complete"
@@ -253,11 +282,10 @@ class DistReader:
         Views read it again and lose values that were written to them.
         """
         for number, chunk in enumerate(self._tensor(key).chunks):
-            if (
-                index is not None
-                and not chunk.offsets[0] <= index < chunk.offsets[0] + chunk.sizes[0]
-            ):
-                continue
+            if index is not None:
+                first = chunk.offsets[0]
+                if not first <= index < first + chunk.sizes[0]:
+                    continue
             info = self._storage[MetadataIndex(key, chunk.offsets, number)]
             self._file(self._folder / info.relative_path).release(info.offset, info.length)
 
@@ -269,6 +297,7 @@ class DistReader:
         return self._tensors[key]
 
     def _read(self, index: MetadataIndex, sizes: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """One piece. Raises CheckpointError unless it has the shape and dtype of the index."""
         if index not in self._storage:
             raise CheckpointError(
                 f"{self._folder}: the index has no entry for a piece of {index.fqn}; use another "
@@ -283,11 +312,9 @@ class DistReader:
             data = _mapped(window)
         except UNREADABLE as error:
             # Without the message of torch's unpickler, which advises to load without its guard.
-            text = (
-                ""
-                if isinstance(error, pickle.UnpicklingError)
-                else f": {one_line(str(error))[:200]}"
-            )
+            text = ""
+            if not isinstance(error, pickle.UnpicklingError):
+                text = f": {one_line(str(error))[:200]}"
             raise CheckpointError(
                 f"{path}: the piece of {index.fqn} cannot be read ({type(error).__name__}{text}); "
                 "use another copy"
@@ -305,6 +332,16 @@ class DistReader:
             return self._files[path]
 
 
+def _slices(
+    starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]
+) -> tuple[slice, ...]:
+    """The box [starts, stops) in coordinates that begin at `origin`."""
+    return tuple(
+        slice(start - first, stop - first)
+        for start, stop, first in zip(starts, stops, origin, strict=True)
+    )
+
+
 def _mapped(window: _Window) -> torch.Tensor | None:
     """The tensor that torch.save wrote into the window: a view of the file if the file has it in
     row-major order.
@@ -315,16 +352,18 @@ def _mapped(window: _Window) -> torch.Tensor | None:
     if not torch.is_tensor(outline):
         return None
     start = _storage_offset(window)
-    plain = outline.is_contiguous() and outline.storage_offset() == 0
-    if start is None or not plain or outline.numel() == 0:
+    is_row_major = outline.is_contiguous() and outline.storage_offset() == 0
+    if start is None or not is_row_major or outline.numel() == 0:
         window.seek(0)
         loaded: torch.Tensor = torch.load(
             cast("IO[bytes]", window), map_location="cpu", weights_only=True
         )
         return loaded.detach()
+
     raw = torch.frombuffer(window.file, dtype=torch.uint8, count=outline.nbytes, offset=start)
-    aligned = raw if start % outline.dtype.itemsize == 0 else raw.clone()
-    return aligned.view(outline.dtype).reshape(outline.shape)
+    if start % outline.dtype.itemsize != 0:
+        raw = raw.clone()  # `view` needs aligned bytes
+    return raw.view(outline.dtype).reshape(outline.shape)
 
 
 def _storage_offset(window: _Window) -> int | None:
@@ -334,10 +373,9 @@ def _storage_offset(window: _Window) -> int | None:
     with zipfile.ZipFile(cast("IO[bytes]", window)) as archive:
         by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         storage = by_name["data/0"]
-        if (
-            storage.compress_type != zipfile.ZIP_STORED
-            or archive.read(by_name["byteorder"]) != sys.byteorder.encode()
-        ):
+        if storage.compress_type != zipfile.ZIP_STORED:
+            return None
+        if archive.read(by_name["byteorder"]) != sys.byteorder.encode():
             return None
     header = window.start + storage.header_offset
     name_bytes, extra_bytes = struct.unpack_from("<HH", window.file, header + _ZIP_LENGTHS_AT)
@@ -368,8 +406,7 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
-        view[:count] = memoryview(self.file)[
-            self.start + self._position : self.start + self._position + count
-        ]
+        start = self.start + self._position
+        view[:count] = memoryview(self.file)[start : start + count]
         self._position += count
         return count

@@ -52,9 +52,14 @@ class Piece:
 
 
 class DistWriter:
-    """Writes a `dist` folder. Several threads may call `put`; one thread per file writes at a time."""
+    """Writes a `dist` folder.
+
+    Concurrency: several threads may call `put`. A call takes a free file from a queue, so one
+    thread writes to a file at a time.
+    """
 
     def __init__(self, folder: Path, *, num_files: int) -> None:
+        """Creates the files in an existing, empty folder."""
         self._folder = folder
         self._streams: queue.SimpleQueue[_Stream] = queue.SimpleQueue()
         self._all_streams = [_Stream(folder / f"__0_{k}.distcp") for k in range(num_files)]
@@ -66,58 +71,53 @@ class DistWriter:
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def put(self, piece: Piece) -> None:
-        """Writes one piece. Raises CheckpointError if it contradicts another piece of the tensor."""
+        """Writes one piece.
+
+        Raises CheckpointError if it contradicts another piece of the tensor.
+        """
         data = piece.data.detach().contiguous()
-        if (
-            data.untyped_storage().nbytes() != data.nbytes
-        ):  # torch.save writes the whole storage of a view
+        # torch.save writes the whole storage of a view.
+        if data.untyped_storage().nbytes() != data.nbytes:
             data = data.clone()
         self._register(piece)
+
         stream = self._streams.get()
         try:
-            stream.write(
-                bytes(-stream.position % ALIGNMENT)
-            )  # so that a reader can map the archive
+            padding = bytes(-stream.position % ALIGNMENT)
+            stream.write(padding)  # so that a reader can map the archive
             offset = stream.position
             torch.save(data, cast("IO[bytes]", stream))
             length = stream.position - offset
             self._behind.wrote(stream.flushed(), offset, length)
         finally:
             self._streams.put(stream)
+
         info = _StorageInfo(stream.path.name, offset, length)
         with self._mutex:
             self._storage[MetadataIndex(piece.key, piece.offset)] = info
 
     def finish(self) -> dict[str, FileFacts]:
-        """Checks that every tensor is complete, flushes the index to disk; returns size and digest
-        of files by name.
+        """Checks that every tensor is complete, flushes files and index to disk.
+
+        Returns size and digest of the files by name. Raises CheckpointError.
         """
         for key, tensor in self._tensors.items():
-            covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            if covered != math.prod(tensor.size):
-                raise CheckpointError(
-                    f"{key}: {covered} of {math.prod(tensor.size)} values were written"
-                )
+            num_values = math.prod(tensor.size)
+            num_written = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if num_written != num_values:
+                raise CheckpointError(f"{key}: {num_written} of {num_values} values were written")
+            # In order, so that the index does not depend on the threads.
             tensor.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+
         facts = {stream.path.name: stream.finish() for stream in self._all_streams}
-        index = Metadata(
-            state_dict_metadata=dict(sorted(self._tensors.items())),
-            storage_data=dict(
-                sorted(
-                    self._storage.items(),
-                    key=lambda item: (item[0].fqn, tuple(item[0].offset or ())),
-                )
-            ),
-            storage_meta=StorageMeta(),
-        )
         common = io.BytesIO()
         torch.save({}, common)
-        small = {
+        small_files = {
             COMMON_NAME: common.getvalue(),
-            METADATA_NAME: pickle.dumps(index),
+            METADATA_NAME: pickle.dumps(self._index()),
             CONFIG_NAME: json.dumps(CONFIG).encode(),
         }
-        for name, data in small.items():
+        for name, data in small_files.items():
             write_atomically(self._folder / name, [data])
             facts[name] = FileFacts(len(data), xxhash.xxh3_128_hexdigest(data))
         return facts
@@ -127,19 +127,28 @@ class DistWriter:
         for stream in self._all_streams:
             stream.close()
 
+    def _index(self) -> Metadata:
+        """The content of `.metadata`, in an order that does not depend on the threads."""
+        storage = sorted(
+            self._storage.items(), key=lambda item: (item[0].fqn, tuple(item[0].offset or ()))
+        )
+        return Metadata(
+            state_dict_metadata=dict(sorted(self._tensors.items())),
+            storage_data=dict(storage),
+            storage_meta=StorageMeta(),
+        )
+
     def _register(self, piece: Piece) -> None:
+        """Adds the piece to the index. Raises CheckpointError."""
+        properties = TensorProperties(dtype=piece.data.dtype)
         with self._mutex:
             tensor = self._tensors.setdefault(
-                piece.key,
-                TensorStorageMetadata(
-                    TensorProperties(dtype=piece.data.dtype), torch.Size(piece.shape), []
-                ),
+                piece.key, TensorStorageMetadata(properties, torch.Size(piece.shape), [])
             )
             if tensor.properties.dtype != piece.data.dtype or tuple(tensor.size) != piece.shape:
                 raise CheckpointError(
                     f"{piece.key}: a piece of {piece.data.dtype} {list(piece.shape)} follows one "
-                    "of "
-                    f"{tensor.properties.dtype} {list(tensor.size)}"
+                    f"of {tensor.properties.dtype} {list(tensor.size)}"
                 )
             if any(tuple(chunk.offsets) == piece.offset for chunk in tensor.chunks):
                 raise CheckpointError(
@@ -179,6 +188,7 @@ class _Stream(io.RawIOBase):
         return self._file.fileno()
 
     def finish(self) -> FileFacts:
+        """Flushes the file to disk and closes it; returns its size and digest."""
         with naming(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint folder: safetensors shards, index, config, tokenizer.
 
-No pickled weights, ever.
+Reads and writes no pickled weights.
 """
 
 import json
@@ -35,16 +35,21 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of one file, unless a single tensor is larger."""
 _METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _METADATA_FOLDERS = ("additional_chat_templates",)
+_WRITTEN_BY_US = ("certificate.json", "manifest.json")
+"""Files of a conversion or a checkpoint, which are not metadata of the model"""
 
 
 class HfFolder:
-    """Reads a folder; tensors are views of mapped files. Opening checks everything except the data.
-
-    Raises CheckpointError (ConversionError for config.json) with the file or tensor that is
-    missing, truncated, duplicate or not in the index.
-    """
+    """Reads a folder; tensors are views of mapped files."""
 
     def __init__(self, path: str | Path) -> None:
+        """Checks everything except the data.
+
+        Raises:
+            ConversionError: for config.json.
+            CheckpointError: with the file or tensor that is missing, truncated, duplicate or not in
+                the index.
+        """
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(
@@ -79,10 +84,13 @@ class HfFolder:
         return self._file_of[name]
 
     def _open(self) -> dict[str, SafetensorsFile]:
+        """Name of a tensor -> its file. Raises CheckpointError unless files and index agree."""
         index = self.path / INDEX_NAME
         if not is_file(index, CheckpointError):
-            return {name: file for file in [self._open_single()] for name in file.tensors}
-        weight_map = self._weight_map(index)
+            single = self._open_single()
+            return dict.fromkeys(single.tensors, single)
+
+        weight_map = _read_weight_map(index)
         file_of: dict[str, SafetensorsFile] = {}
         for file_name in sorted(set(weight_map.values())):
             file = SafetensorsFile(self.path / file_name)
@@ -96,6 +104,7 @@ class HfFolder:
                         f"{self.path / file_name} contains {name}, which {INDEX_NAME} does not list"
                     )
                 file_of[name] = file
+
         for name, file_name in weight_map.items():
             if name not in file_of or file_of[name].path.name != file_name:
                 raise CheckpointError(
@@ -104,31 +113,8 @@ class HfFolder:
                 )
         return file_of
 
-    def _check_dtypes(self) -> None:
-        """Raises CheckpointError unless weights are floating-point, and 16-bit ones have the dtype
-        of config.json.
-
-        Otherwise a conversion would give wrong numbers without an error.
-        """
-        declared = str(self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix(
-            "torch."
-        )
-        wrong = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared)
-        for name, file in self._file_of.items():
-            dtype = file.tensors[name].dtype
-            if dtype not in WEIGHT_DTYPES:
-                raise CheckpointError(
-                    f"{file.path}: {name} is {dtype}, expected one of "
-                    f"{', '.join(map(str, WEIGHT_DTYPES))}; dequantise the model, or get another "
-                    "copy"
-                )
-            if dtype == wrong:
-                raise CheckpointError(
-                    f"{file.path}: {name} is {dtype}, but config.json declares {declared}; "
-                    "correct the one that is wrong"
-                )
-
     def _open_single(self) -> SafetensorsFile:
+        """The file of a folder without an index. Raises CheckpointError if there is none."""
         single = self.path / SINGLE_NAME
         if single.exists():
             return SafetensorsFile(single)
@@ -143,21 +129,44 @@ class HfFolder:
             )
         raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
 
-    def _weight_map(self, index: Path) -> dict[str, str]:
-        weight_map = read_object(index, error=CheckpointError).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(f, str) for f in weight_map.values()
-        ):
-            raise CheckpointError(f"{index}: weight_map must map names to files; download it again")
-        for file_name in set(weight_map.values()):
-            if (
-                Path(file_name).name != file_name
-                or not 0 < len(file_name.encode()) <= MAX_NAME_BYTES
-            ):
+    def _check_dtypes(self) -> None:
+        """Raises CheckpointError unless weights are floating-point, and 16-bit ones have the dtype
+        of config.json.
+
+        Otherwise a conversion would give wrong numbers without an error.
+        """
+        declared = self.config.get("dtype") or self.config.get("torch_dtype")
+        declared_name = str(declared).removeprefix("torch.")
+        contradicting = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared_name)
+        for name, file in self._file_of.items():
+            dtype = file.tensors[name].dtype
+            if dtype not in WEIGHT_DTYPES:
+                supported = ", ".join(map(str, WEIGHT_DTYPES))
                 raise CheckpointError(
-                    f"{index} names {file_name[:100]!r}, which is not a file of this folder"
+                    f"{file.path}: {name} is {dtype}, expected one of {supported}; dequantise the "
+                    "model, or get another copy"
                 )
-        return weight_map
+            if dtype == contradicting:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {dtype}, but config.json declares {declared_name}; "
+                    "correct the one that is wrong"
+                )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file. Raises CheckpointError for a malformed index."""
+    weight_map = read_object(index, error=CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file_name, str) for file_name in weight_map.values()
+    ):
+        raise CheckpointError(f"{index}: weight_map must map names to files; download it again")
+    for file_name in set(weight_map.values()):
+        is_plain = Path(file_name).name == file_name
+        if not is_plain or not 0 < len(file_name.encode()) <= MAX_NAME_BYTES:
+            raise CheckpointError(
+                f"{index} names {file_name[:100]!r}, which is not a file of this folder"
+            )
+    return weight_map
 
 
 class HfFolderWriter:
@@ -174,28 +183,30 @@ class HfFolderWriter:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
+        """Creates the files with their headers.
+
+        Args:
+            path: the folder, which must not exist.
+            tensors: name, dtype and shape of every tensor, in the order of the files.
+            max_shard_bytes: maximum size of one file, unless a single tensor is larger.
+
+        Raises:
+            CheckpointError: if the folder exists, or without a tensor.
+        """
         shards = _split(list(tensors), max_shard_bytes)
         self.staged = StagedFolder(Path(path))
         """complete after `seal`, to be committed then"""
         self._place: dict[str, tuple[int, TensorInfo]] = {}
+        """name -> descriptor of its file, and its place there"""
         self._weight_map: dict[str, str] = {}
         self._descriptors: list[int] = []
         self._mutex = threading.Lock()
         self._behind = WriteBehind()
         for number, shard in enumerate(shards, start=1):
-            name = (
-                SINGLE_NAME
-                if len(shards) == 1
-                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            )
-            header, stored = plan_header(shard)
-            descriptor = os.open(
-                self.staged.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
-            )
-            self._descriptors.append(descriptor)
-            self._write(descriptor, header, 0)
-            self._place |= {info.name: (descriptor, info) for info in stored}
-            self._weight_map |= dict.fromkeys((info.name for info in stored), name)
+            file_name = SINGLE_NAME
+            if len(shards) > 1:
+                file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._create(file_name, shard)
         self._missing = set(self._place)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -208,6 +219,7 @@ class HfFolderWriter:
                 reason = "was written already" if name in self._place else "was not announced"
                 raise CheckpointError(f"{self.staged.target}: tensor {name} {reason}")
             self._missing.discard(name)
+
         descriptor, info = self._place[name]
         if tuple(tensor.shape) != info.shape:
             raise CheckpointError(
@@ -235,19 +247,17 @@ class HfFolderWriter:
                 f"{name}; nothing is kept"
             )
         infos = [info for _, info in self._place.values()]
-        is_critic = "score.weight" in self._place
         copy_hf_metadata(
             metadata_from,
             self.staged.path,
             dtypes={info.dtype for info in infos},
-            is_critic=is_critic,
+            is_critic="score.weight" in self._place,
         )
         if len(self._descriptors) > 1:
             total = sum(info.nbytes for info in infos)
             index = {"metadata": {"total_size": total}, "weight_map": self._weight_map}
-            write_atomically(
-                self.staged.path / INDEX_NAME, [(json.dumps(index, indent=2) + "\n").encode()]
-            )
+            text = json.dumps(index, indent=2) + "\n"
+            write_atomically(self.staged.path / INDEX_NAME, [text.encode()])
         with naming(self.staged.path):
             for descriptor in self._descriptors:
                 os.fsync(descriptor)
@@ -260,6 +270,17 @@ class HfFolderWriter:
         """Removes the temporary folder; does nothing after `finish`."""
         self._close()
         self.staged.abort()
+
+    def _create(self, file_name: str, tensors: list[TensorInfo]) -> None:
+        """Creates a shard and writes its header."""
+        header, placed = plan_header(tensors)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(self.staged.path / file_name, flags, 0o644)
+        self._descriptors.append(descriptor)
+        self._write(descriptor, header, 0)
+        for info in placed:
+            self._place[info.name] = (descriptor, info)
+            self._weight_map[info.name] = file_name
 
     def _write(self, descriptor: int, data: bytes | memoryview, offset: int) -> None:
         written = 0
@@ -275,11 +296,11 @@ class HfFolderWriter:
 
 def hf_tensors(entries: Iterable[Entry], dtype: torch.dtype) -> list[TensorInfo]:
     """The tensors of these entries, for HfFolderWriter."""
-    return [
-        TensorInfo(n, dtype, s)
-        for e in entries
-        for n, s in zip(e.hf_names, e.hf_shapes, strict=True)
-    ]
+    tensors = []
+    for entry in entries:
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            tensors.append(TensorInfo(name, dtype, shape))
+    return tensors
 
 
 def metadata_files(folder: Path) -> list[Path]:
@@ -288,24 +309,29 @@ def metadata_files(folder: Path) -> list[Path]:
     Raises CheckpointError.
     """
     files = [
-        p
-        for p in folder.iterdir()
-        if p.suffix in _METADATA_SUFFIXES and is_file(p, CheckpointError)
+        path
+        for path in folder.iterdir()
+        if path.suffix in _METADATA_SUFFIXES and is_file(path, CheckpointError)
     ]
-    files += [p for name in _METADATA_FOLDERS for p in (folder / name).glob("*.jinja")]
+    for name in _METADATA_FOLDERS:
+        files += (folder / name).glob("*.jinja")
     return sorted(
-        p for p in files if not p.name.endswith(".index.json") and p.name not in _OWN_FILES
+        path
+        for path in files
+        if not path.name.endswith(".index.json") and path.name not in _WRITTEN_BY_US
     )
-
-
-_OWN_FILES = ("certificate.json", "manifest.json")
 
 
 def copy_hf_metadata(
     source: Path, target: Path, *, dtypes: set[torch.dtype], is_critic: bool = False
 ) -> None:
-    """Copies `metadata_files`; config.json gets the dtype of the weights if they have a single one,
-    and a critic's class.
+    """Copies `metadata_files`, and adapts config.json to the weights.
+
+    Args:
+        source: the folder of the files.
+        target: an existing folder.
+        dtypes: those of the weights; config.json gets the dtype if there is a single one.
+        is_critic: whether config.json gets a critic's class.
     """
     for file in metadata_files(source):
         copy = target / file.relative_to(source)
@@ -313,6 +339,7 @@ def copy_hf_metadata(
         if file.name != "config.json":
             shutil.copyfile(file, copy)
             sync_path(copy)
+
     config = load_config(source)
     if is_critic:
         family = "".join(part.capitalize() for part in str(config["model_type"]).split("_"))
@@ -322,24 +349,24 @@ def copy_hf_metadata(
             "label2id": {"value": 0},
         }
     if len(dtypes) == 1:
+        dtype = next(iter(dtypes))
         # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-        config |= dict.fromkeys(keys, str(next(iter(dtypes))).removeprefix("torch."))
-    write_atomically(
-        target / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()]
-    )
+        config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(target / "config.json", [text.encode()])
 
 
 def _split(tensors: list[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:
-    """Consecutive tensors, each shard at most `max_shard_bytes` unless a single tensor is larger."""
+    """Consecutive tensors by shard, each at most `max_shard_bytes` unless one tensor is larger."""
     if not tensors:
         raise CheckpointError("a checkpoint without tensors cannot be written")
     shards: list[list[TensorInfo]] = [[]]
-    size = 0
+    shard_bytes = 0
     for info in tensors:
-        if shards[-1] and size + info.nbytes > max_shard_bytes:
+        if shards[-1] and shard_bytes + info.nbytes > max_shard_bytes:
             shards.append([])
-            size = 0
+            shard_bytes = 0
         shards[-1].append(info)
-        size += info.nbytes
+        shard_bytes += info.nbytes
     return shards

@@ -34,6 +34,7 @@ FORMAT = 1
 
 
 def _relative(name: str) -> str:
+    """`name`. Raises ValueError if it leads out of the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{name!r} is outside of the folder")
     return name
@@ -69,8 +70,8 @@ _READER = TypeAdapter(Manifest)
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes and flushes manifest.json."""
     files = {
-        name: {"bytes": f.nbytes, "xxh3_128": f.xxh3_128}
-        for name, f in sorted(manifest.files.items())
+        name: {"bytes": facts.nbytes, "xxh3_128": facts.xxh3_128}
+        for name, facts in sorted(manifest.files.items())
     }
     content = {
         "format": FORMAT,
@@ -79,7 +80,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "updates": manifest.updates,
         "files": files,
     }
-    write_atomically(folder / MANIFEST_NAME, [(json.dumps(content, indent=1) + "\n").encode()])
+    text = json.dumps(content, indent=1) + "\n"
+    write_atomically(folder / MANIFEST_NAME, [text.encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -93,7 +95,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} is missing; {folder} is no checkpoint, or was not written completely"
         )
     content = read_object(path, error=CheckpointError)
-    if (number := content.get("format")) != FORMAT:
+    number = content.get("format")
+    if number != FORMAT:
         raise CheckpointError(
             f"{path} has format {number}, this release reads {FORMAT}; use the release that wrote "
             "it"
@@ -102,9 +105,12 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _READER.validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        key = ".".join(map(str, first["loc"]))
+        reason = f"{key}: {first['msg']}"
         raise CheckpointError(f"{path} is damaged ({reason}); use another checkpoint") from None
-    for file in sorted((folder / DIST_FOLDER).glob("[!.]*")):  # it has no digest
+
+    # A file that is not listed has no digest.
+    for file in sorted((folder / DIST_FOLDER).glob("[!.]*")):
         if f"{DIST_FOLDER}/{file.name}" not in manifest.files:
             raise CheckpointError(
                 f"{path} does not list {file}; it is damaged, or the file is not part of the "
@@ -121,46 +127,42 @@ def check_identity(folder: Path, manifest: Manifest) -> None:
     """
     position = position_of(folder.name)
     if position is not None and manifest.step is not None:
-        found = Position(manifest.step, manifest.updates)
-        if found != position:
+        saved = Position(manifest.step, manifest.updates)
+        if saved != position:
             raise CheckpointError(
-                f"{folder} contains the checkpoint of {found}; folders were renamed or swapped, "
-                f"restore the name {found.name}"
+                f"{folder} contains the checkpoint of {saved}; folders were renamed or swapped, "
+                f"restore the name {saved.name}"
             )
+
     if folder.parent.name != CHECKPOINTS_FOLDER or manifest.run is None:
         return
-    identity = read_run_identity(folder.parent.parent)
+    run_dir = folder.parent.parent
+    identity = read_run_identity(run_dir)
     if identity is not None and identity != manifest.run:
         raise CheckpointError(
-            f"{folder} belongs to run {manifest.run}, but {folder.parent.parent} is run "
-            f"{identity}; restore the run's own checkpoint, or start a new run folder from this one"
+            f"{folder} belongs to run {manifest.run}, but {run_dir} is run {identity}; restore the "
+            "run's own checkpoint, or start a new run folder from this one"
         )
 
 
 def check_checkpoint(folder: Path, *, digests: bool = True, share: slice = slice(None)) -> Manifest:
     """The manifest of a complete checkpoint.
 
-    Raises CheckpointError for a wrong identity or a missing or altered file.
+    Args:
+        folder: the checkpoint.
+        digests: whether files are read and compared with their digests, or only their sizes.
+        share: slice of the files, in order, that this process checks.
 
-    `share`: slice of the files in order that this process checks.
+    Raises:
+        CheckpointError: for a wrong identity or a missing or altered file.
     """
     manifest = read_manifest(folder)
     check_identity(folder, manifest)
-    size = sum(facts.nbytes for facts in manifest.files.values())
-    with report_wait(f"for the digests of {folder} ({size / 1e9:.1f} GB)"):
-        check_files(
-            folder,
-            replace(manifest, files=dict(sorted(manifest.files.items())[share])),
-            digests=digests,
-        )
+    files = dict(sorted(manifest.files.items())[share])
+    num_bytes = sum(facts.nbytes for facts in manifest.files.values())
+    with report_wait(f"for the digests of {folder} ({num_bytes / 1e9:.1f} GB)"):
+        check_files(folder, replace(manifest, files=files), digests=digests)
     return manifest
-
-
-def digest_file(path: Path) -> FileFacts:
-    """Size and digest of a file, which it reads completely."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128)
-        return FileFacts(file.tell(), digest.hexdigest())
 
 
 def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:
@@ -182,3 +184,10 @@ def check_files(folder: Path, manifest: Manifest, *, digests: bool) -> None:
             raise CheckpointError(
                 f"{path} was altered since it was written (xxh3-128 differs); use another copy"
             )
+
+
+def digest_file(path: Path) -> FileFacts:
+    """Size and digest of a file, which it reads completely."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileFacts(file.tell(), digest.hexdigest())

@@ -24,14 +24,19 @@ _NOT_WEIGHTS = "._extra_state"
 
 
 class MegatronWeights:
-    """A converted or training checkpoint. `get` takes Hugging Face names, as HfFolder does.
-
-    Raises CheckpointError for files that are missing or altered, a checkpoint under another one's
-    name, a key that no row of the table maps, a row without a key, or a wrong shape.
-    """
+    """A converted or training checkpoint. `get` takes Hugging Face names, same as HfFolder."""
 
     def __init__(self, path: str | Path, *, digests: bool = True) -> None:
-        """`digests`: read every file first and compare its digest with the manifest's."""
+        """Checks everything except, without `digests`, the data.
+
+        Args:
+            path: a checkpoint with a manifest.
+            digests: whether every file is read first and its digest compared with the manifest's.
+
+        Raises:
+            CheckpointError: for files that are missing or altered, a checkpoint under another one's
+                name, a key that no row of the table maps, a row without a key, or a wrong shape.
+        """
         self.path = Path(path)
         self.manifest = check_checkpoint(self.path, digests=digests)
         self.metadata_folder = self.path / HF_FOLDER
@@ -55,7 +60,7 @@ class MegatronWeights:
         return self._reader.get(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
     def release_entry(self, entry: Entry) -> None:
-        """Frees the memory of `get_entry`'s tensor. A view that is used later reads the file again."""
+        """Frees the memory of `get_entry`'s tensor. A later use of a view reads the file again."""
         self._reader.release(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
 
     def get(self, name: str) -> torch.Tensor:
@@ -63,24 +68,27 @@ class MegatronWeights:
         if name not in self.table.by_hf:
             raise CheckpointError(f"{self.path} has no tensor {name}; it belongs to another model")
         entry = self.table.by_hf[name]
-        if (
-            self._newest is None or self._newest[0] is not entry
-        ):  # one tensor here is up to three there
+        # A Megatron tensor gives up to three Hugging Face tensors, which callers get in a row.
+        if self._newest is None or self._newest[0] is not entry:
             self._newest = entry, entry.to_hf(self.get_entry(entry))
-        return self._newest[1][entry.hf_names.index(name)]
+        _, hf_tensors = self._newest
+        return hf_tensors[entry.hf_names.index(name)]
 
     def _check_keys(self) -> None:
+        """Raises CheckpointError unless keys, dtypes and shapes are those of the table."""
         folder = self.path / DIST_FOLDER
-        expected = {MODEL_PREFIX + e.checkpoint_key: e for e in self.table.entries}
-        found = {
-            k for k in self._reader.keys if k.startswith(MODEL_PREFIX) and _NOT_WEIGHTS not in k
+        expected = {MODEL_PREFIX + entry.checkpoint_key: entry for entry in self.table.entries}
+        present = {
+            key
+            for key in self._reader.keys
+            if key.startswith(MODEL_PREFIX) and _NOT_WEIGHTS not in key
         }
         family = self.table.spec.family
-        for key in sorted(found - expected.keys()):
+        for key in sorted(present - expected.keys()):
             raise CheckpointError(
                 f"{folder} contains {key}, which no row of the table of family {family} maps"
             )
-        for key in sorted(expected.keys() - found):
+        for key in sorted(expected.keys() - present):
             raise CheckpointError(f"{folder} lacks {key}, which the table of family {family} needs")
         for key, entry in expected.items():
             if self.dtype(entry) not in WEIGHT_DTYPES:
@@ -88,9 +96,10 @@ class MegatronWeights:
                     f"{folder}: {key} is {self.dtype(entry)}, which is no dtype of weights"
                 )
         for key, entry in expected.items():
-            if self._reader.shape(key) != entry.checkpoint_shape:
+            shape = self._reader.shape(key)
+            if shape != entry.checkpoint_shape:
                 raise CheckpointError(
-                    f"{folder}: {key} is {list(self._reader.shape(key))}, expected "
+                    f"{folder}: {key} is {list(shape)}, expected "
                     f"{list(entry.checkpoint_shape)} from "
                     f"{HF_FOLDER}/config.json; they belong to different models"
                 )
@@ -105,42 +114,57 @@ def open_weights(path: str | Path, *, digests: bool = True) -> HfFolder | Megatr
     """The weights at `model.path`: a Hugging Face folder, a converted checkpoint or a training
     checkpoint.
     """
-    return (
-        MegatronWeights(path, digests=digests) if is_megatron_checkpoint(path) else HfFolder(path)
-    )
+    if is_megatron_checkpoint(path):
+        return MegatronWeights(path, digests=digests)
+    return HfFolder(path)
 
 
 def find_checkpoint(path: str | Path, step: int | None) -> Path:
-    """`path` itself, or the checkpoint of `step` in a run's folder (or its `checkpoints`); None:
-    the newest one.
+    """A checkpoint at a step boundary.
 
-    Raises CheckpointError with the steps that exist.
+    Args:
+        path: the checkpoint itself, a run's folder, or its `checkpoints`.
+        step: its step; None: the newest one.
+
+    Raises:
+        CheckpointError: if there is none; names the steps that exist.
     """
     folder = Path(path)
     if is_megatron_checkpoint(folder):
-        found = read_manifest(folder).step
-        if step is not None and step != found:
+        saved_step = read_manifest(folder).step
+        if step is not None and step != saved_step:
             raise CheckpointError(
-                f"{folder} is the checkpoint of step {found}, not of step {step}; correct --step"
+                f"{folder} is the checkpoint of step {saved_step}, not of step {step}; correct "
+                "--step"
             )
         return folder
-    parent = folder / CHECKPOINTS_FOLDER if (folder / CHECKPOINTS_FOLDER).is_dir() else folder
-    by_step: dict[int, Path] = {}
-    for child in sorted(parent.iterdir()) if parent.is_dir() else ():
-        position = position_of(child.name)
-        is_whole = ".partial" not in child.name and not (position and position.updates)
-        if (
-            is_whole
-            and is_megatron_checkpoint(child)
-            and (found := read_manifest(child).step) is not None
-        ):
-            by_step[found] = child
+
+    parent = folder / CHECKPOINTS_FOLDER
+    if not parent.is_dir():
+        parent = folder
+    by_step = _checkpoints_by_step(parent)
     if not by_step:
         raise CheckpointError(
             f"{folder} contains no complete checkpoint (one with {MANIFEST_NAME})"
         )
-    wanted = max(by_step) if step is None else step
-    if wanted not in by_step:
-        steps = ", ".join(str(s) for s in sorted(by_step))
+    selected = max(by_step) if step is None else step
+    if selected not in by_step:
+        steps = ", ".join(str(number) for number in sorted(by_step))
         raise CheckpointError(f"{parent} has no checkpoint of step {step}; there are {steps}")
-    return by_step[wanted]
+    return by_step[selected]
+
+
+def _checkpoints_by_step(parent: Path) -> dict[int, Path]:
+    """Step -> its checkpoint; complete ones at step boundaries, under any name."""
+    by_step: dict[int, Path] = {}
+    if not parent.is_dir():
+        return by_step
+    for child in sorted(parent.iterdir()):
+        position = position_of(child.name)
+        is_inside_step = position is not None and position.updates > 0
+        if ".partial" in child.name or is_inside_step or not is_megatron_checkpoint(child):
+            continue
+        step = read_manifest(child).step
+        if step is not None:
+            by_step[step] = child
+    return by_step

@@ -28,27 +28,30 @@ class Position(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the checkpoint's folder."""
-        return f"step_{self.step:06d}" + (f"_plus_{self.updates:02d}" if self.updates else "")
+        suffix = f"_plus_{self.updates:02d}" if self.updates else ""
+        return f"step_{self.step:06d}{suffix}"
 
     def __str__(self) -> str:
-        return f"step {self.step}" + (
-            f" and {self.updates} updates of the next" if self.updates else ""
-        )
+        suffix = f" and {self.updates} updates of the next" if self.updates else ""
+        return f"step {self.step}{suffix}"
 
 
 def position_of(name: str) -> Position | None:
     """The position in a folder's name; None for any other name."""
     match = _NAME.fullmatch(name)
-    return None if match is None else Position(int(match[1]), int(match[2] or 0))
+    if match is None:
+        return None
+    return Position(int(match[1]), int(match[2] or 0))
 
 
 def whole_checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
     """(position, folder) of every complete checkpoint, in order."""
-    return sorted(
-        (position, path)
-        for path in (run_dir / CHECKPOINTS_FOLDER).glob("step_*")
-        if (position := position_of(path.name)) is not None and (path / MANIFEST_NAME).is_file()
-    )
+    whole = []
+    for path in (run_dir / CHECKPOINTS_FOLDER).glob("step_*"):
+        position = position_of(path.name)
+        if position is not None and (path / MANIFEST_NAME).is_file():
+            whole.append((position, path))
+    return sorted(whole)
 
 
 def newest_position(run_dir: Path) -> Position | None:
@@ -72,6 +75,6 @@ def newest_step(run_dir: Path) -> int | None:
 def read_run_identity(run_dir: Path) -> str | None:
     """The identity that every checkpoint of the run records; None before the first save."""
     file = run_dir / RUN_IDENTITY_FILE
-    return (
-        read_text(file, error=CheckpointError).strip() if is_file(file, CheckpointError) else None
-    )
+    if not is_file(file, CheckpointError):
+        return None
+    return read_text(file, error=CheckpointError).strip()

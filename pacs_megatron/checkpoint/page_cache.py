@@ -12,7 +12,10 @@ from pathlib import Path
 
 
 class MappedFile:
-    """A file mapped copy-on-write: tensors over it are writable, and writes do not change the file."""
+    """A file mapped copy-on-write.
+
+    Tensors over it are writable, and writes do not change the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,11 +33,12 @@ class MappedFile:
         The next use reads it again; values written to a view of it are lost.
         """
         first = _page_of(start)
-        self.map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
+        length = start + nbytes - first
+        self.map.madvise(mmap.MADV_DONTNEED, first, length)
         # After madvise, because the cache keeps mapped pages.
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
-            os.posix_fadvise(descriptor, first, start + nbytes - first, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, first, length, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
@@ -49,6 +53,7 @@ class WriteBehind:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, int, int]] = deque()
+        """descriptor, start and bytes of the last ranges, about `_DELAY_BYTES` together"""
         self._waiting_bytes = 0
         self._mutex = threading.Lock()
 
@@ -56,16 +61,20 @@ class WriteBehind:
         """Records that bytes [start, start + nbytes) of the file were written."""
         # On this advice Linux starts the write-back of dirty pages and drops only clean ones.
         os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
-        done = []
+
+        # Ranges written long ago are clean by now, so the same advice drops them.
+        old_ranges = []
         with self._mutex:
             self._waiting.append((descriptor, start, nbytes))
             self._waiting_bytes += nbytes
             while self._waiting_bytes > self._DELAY_BYTES and len(self._waiting) > 1:
-                done.append(self._waiting.popleft())
-                self._waiting_bytes -= done[-1][2]
-        for one in done:
-            os.posix_fadvise(*one, os.POSIX_FADV_DONTNEED)
+                old_range = self._waiting.popleft()
+                self._waiting_bytes -= old_range[2]
+                old_ranges.append(old_range)
+        for old_descriptor, old_start, old_nbytes in old_ranges:
+            os.posix_fadvise(old_descriptor, old_start, old_nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _page_of(position: int) -> int:
+    """The start of the page with this byte."""
     return position // mmap.PAGESIZE * mmap.PAGESIZE

@@ -2,12 +2,18 @@
 
 Writes to a `.partial` folder, adds a manifest with digests, then renames it.
 
-`checkpoints/step_000010/`: `dist/` (Megatron's torch_dist: weights, optimizer, reference),
-`state.json` (counters, data position), `rng/` (one file a rank), `hf/` (config and tokenizer, for
-the export), `critic/` (with a critic: its `dist/`, `hf/` and manifest, as in a converted
-checkpoint), `buffer.*` (samples of steps that are not trained yet, if any), `open_step.*` (only
-inside a step: updates done, their metrics, log-probs of the step), `manifest.json` (run, position,
-size and xxh3-128 of every file). A folder without manifest is not a checkpoint.
+Files of `checkpoints/step_000010/`:
+
+    dist/           weights, optimizer and reference, Megatron's torch_dist format
+    state.json      counters, position in the data
+    rng/            generators, one file a rank
+    hf/             config and tokenizer, for the export
+    critic/         with a critic: its dist/, hf/ and manifest, same as in a converted checkpoint
+    buffer.*        samples of steps that are not trained yet, if any
+    open_step.*     only inside a step: updates done, their metrics, log-probs of the step
+    manifest.json   run, position, size and xxh3-128 of every file
+
+A folder without manifest is not a checkpoint.
 """
 
 import contextlib
@@ -119,22 +125,8 @@ def finish_interrupted(run_dir: Path) -> None:
         logger.info("%s was complete; renamed", partial)
 
 
-def _replace(final: Path, partial: Path) -> None:
-    """Renames `partial`, which has its manifest.
-
-    After a kill at any point `final` or `partial` is complete.
-    """
-    if final.exists():
-        _remove(final)
-    os.rename(partial, final)
-    sync_path(final.parent)
-
-
-def _remove(folder: Path) -> None:
-    if not folder.is_symlink():  # the checkpoint behind a link stays
-        # Without its manifest it is no checkpoint, even if the removal is interrupted.
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    remove(folder)
+# --------------------------------------------------------------------------------------------------
+# Writing
 
 
 def start_checkpoint(
@@ -146,71 +138,47 @@ def start_checkpoint(
     keep_last: int,
     copy: Copy = lambda data: data,
 ) -> Callable[[Rank], Path]:
-    """Writes the small files and copies the tensors (`copy` of `prepare_sharded`); the returned
-    function writes the rest.
+    """Writes the small files and copies the tensors.
 
-    Both are collective over `control` of their rank. They raise CheckpointError on all ranks if a
-    rank cannot write; older checkpoints stay complete. An interrupted save leaves a `.partial`
-    folder, which the next save removes.
+    It and the returned function are collective over `control` of their rank, and raise
+    CheckpointError on all ranks if a rank cannot write; older checkpoints stay complete. An
+    interrupted save leaves a `.partial` folder, which the next save removes.
+
+    Args:
+        run_dir: the run's folder.
+        position: of the run.
+        rank: this rank.
+        contents: of the checkpoint.
+        keep_last: number of checkpoints at step boundaries that are kept.
+        copy: see `prepare_sharded`.
+
+    Returns:
+        A function that writes the rest and returns the folder. A thread may call it, with a rank
+        whose control group is the thread's.
     """
     final = run_dir / CHECKPOINTS_FOLDER / position.name
     partial = final.with_name(final.name + _PARTIAL)
 
-    def prepare() -> None:
-        for leftover in final.parent.glob(f"step_*{_PARTIAL}"):
-            remove(leftover)
-        for name in (*contents.sharded, "rng"):
-            (partial / name).mkdir(parents=True)
-        for folder in contents.sharded:
-            metadata = (partial / folder).with_name(HF_FOLDER)
-            metadata.mkdir()
-            copy_hf_metadata(
-                contents.hf_metadata,
-                metadata,
-                dtypes={contents.dtype},
-                is_critic=folder == CRITIC_DIST,
-            )
-        state = json.dumps({"step": position.step, **contents.state}, indent=1)
-        write_atomically(partial / "state.json", [state.encode()])
-        for name, record in ((_BUFFER, contents.buffer), (_OPEN_STEP, contents.open_step)):
-            if record is not None:
-                _write_record(partial, name, record)
-
     def finish(rank: Rank) -> Path:
-        def complete() -> None:
-            manifest = Manifest(
-                run=_run_identity(run_dir),
-                step=position.step,
-                updates=position.updates,
-                files=files,
-            )
-            critic = {
-                name.removeprefix("critic/"): own
-                for name, own in files.items()
-                if name.startswith("critic/")
-            }
-            if critic:
-                write_manifest(partial / "critic", replace(manifest, files=critic))
-            write_manifest(partial, manifest)
-            _replace(final, partial)
-            _prune(run_dir, keep_last)
-
-        with _writing(final, partial, rank) as writing:
+        with _writing(final, partial, rank) as write:
             for folder, prepared in tensors.items():
-                writing(partial_call(prepared.write, partial / folder, rank.control))
+                write(partial_call(prepared.write, partial / folder, rank.control))
             files = _digest_all(partial, rank)
-            writing(complete, only=0)
+
+            def complete() -> None:
+                _write_manifests(partial, run_dir, position, files)
+                _replace(final, partial)
+                _prune(run_dir, keep_last)
+
+            write(complete, only=0)
         return final
 
-    with _writing(final, partial, rank) as writing:
-        writing(prepare, only=0)
-        writing(
-            lambda: save_file(
-                dict(contents.rng), partial / "rng" / f"rank_{rank.rank:05d}.safetensors"
-            )
-        )
+    with _writing(final, partial, rank) as write:
+        write(lambda: _write_small_files(partial, position, contents), only=0)
+        rng_file = partial / "rng" / f"rank_{rank.rank:05d}.safetensors"
+        write(lambda: save_file(dict(contents.rng), rng_file))
         tensors = {
-            folder: writing(partial_call(prepare_sharded, state, partial / folder, copy))
+            folder: write(partial_call(prepare_sharded, state, partial / folder, copy))
             for folder, state in contents.sharded.items()
         }
     return finish
@@ -218,13 +186,14 @@ def start_checkpoint(
 
 @contextlib.contextmanager
 def _writing(final: Path, partial: Path, rank: Rank) -> Iterator[Callable[..., Any]]:
-    """Runs actions on every rank, or on rank `only`; after an error the unfinished folder is
-    removed.
+    """Yields a function that runs an action on every rank, or on rank `only`. Collective.
+
+    After an error the unfinished folder is removed.
     """
     channel = ControlChannel(rank)
 
     def run(action: Callable[[], object], *, only: int | None = None) -> Any:
-        return channel.run_together(lambda: _named(final, action), only=only)
+        return channel.run_together(lambda: _with_disk_errors(final, action), only=only)
 
     try:
         yield run
@@ -234,7 +203,7 @@ def _writing(final: Path, partial: Path, rank: Rank) -> Iterator[Callable[..., A
         raise
 
 
-def _named(final: Path, action: Callable[[], object]) -> object:
+def _with_disk_errors(final: Path, action: Callable[[], object]) -> object:
     """Runs `action`.
 
     Errors of the file system become CheckpointError, also where torch or safetensors wrap them.
@@ -242,64 +211,82 @@ def _named(final: Path, action: Callable[[], object]) -> object:
     try:
         return action()
     except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
-        cause = (
-            next(iter(error.failures.values()))[0]
-            if isinstance(error, CheckpointException)
-            else error
-        )
-        # torch's C++ writer does not report the reason
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            first_failure = next(iter(error.failures.values()))
+            cause = first_failure[0]
+        # torch's C++ writer does not report the reason, which the disk shows.
         found = cause if isinstance(cause, OSError) else disk_error(final.parent)
         if found is None and isinstance(cause, RuntimeError):
             raise  # not of the disk
         reason = str(cause) if found is None else found.strerror
         raise CheckpointError(
             f"{final} was not saved ({reason}); free some space or correct the permissions, then "
-            "resume: "
-            f"{describe_newest(final.parent.parent)}"
+            f"resume: {describe_newest(final.parent.parent)}"
         ) from error
+
+
+def _write_small_files(partial: Path, position: Position, contents: Contents) -> None:
+    """Creates the folder with everything except tensors, generators and manifest; on rank 0."""
+    for leftover in partial.parent.glob(f"step_*{_PARTIAL}"):
+        remove(leftover)
+    for name in (*contents.sharded, "rng"):
+        (partial / name).mkdir(parents=True)
+    for folder in contents.sharded:
+        metadata = (partial / folder).with_name(HF_FOLDER)
+        metadata.mkdir()
+        copy_hf_metadata(
+            contents.hf_metadata,
+            metadata,
+            dtypes={contents.dtype},
+            is_critic=folder == CRITIC_DIST,
+        )
+
+    state = json.dumps({"step": position.step, **contents.state}, indent=1)
+    write_atomically(partial / "state.json", [state.encode()])
+    if contents.buffer is not None:
+        _write_record(partial, _BUFFER, contents.buffer)
+    if contents.open_step is not None:
+        _write_record(partial, _OPEN_STEP, contents.open_step)
 
 
 def _write_record(folder: Path, name: str, record: Record) -> None:
     header, arrays = record
     write_atomically(folder / f"{name}.json", [json.dumps(header).encode()])
-    save_arrays(
-        {key: np.ascontiguousarray(array) for key, array in arrays.items()},
-        folder / f"{name}.safetensors",
+    contiguous = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+    save_arrays(contiguous, folder / f"{name}.safetensors")
+
+
+def _digest_all(folder: Path, rank: Rank) -> dict[str, FileFacts]:
+    """Size and digest of every file, on rank 0; each rank digests a share of them. Collective."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    share = names[rank.rank :: rank.layout.world_size]
+    digests = {name: asdict(digest_file(folder / name)) for name in share}
+    files: dict[str, FileFacts] = {}
+    for shared in gather_json(digests, group=rank.control) or []:
+        for name, facts in shared.items():
+            files[name] = FileFacts(**facts)
+    return files
+
+
+def _write_manifests(
+    partial: Path, run_dir: Path, position: Position, files: dict[str, FileFacts]
+) -> None:
+    """Writes the critic's manifest, then the checkpoint's, which completes it."""
+    manifest = Manifest(
+        run=_run_identity(run_dir),
+        step=position.step,
+        updates=position.updates,
+        files=files,
     )
-
-
-def read_record(
-    folder: Path, name: str = _BUFFER
-) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """A record, `Contents.buffer` unless another is named, as saved; None if there is none."""
-    path = folder / f"{name}.json"
-    if not is_file(path, CheckpointError):
-        return None
-    text = read_text(path, error=CheckpointError)
-    header = as_object(parse_json(text, str(path), error=CheckpointError, any_text=True), str(path))
-    return header, _load(load_arrays, folder / f"{name}.safetensors")
-
-
-def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """`Contents.open_step` as saved. Raises CheckpointError for the format of an earlier release."""
-    if (folder / "begun.json").is_file():
-        raise CheckpointError(
-            f"{folder} was saved inside a step by an earlier release, which this release does not "
-            "read; resume it with that release, or remove the folder to repeat the step"
-        )
-    return read_record(folder, _OPEN_STEP)
-
-
-def _prune(run_dir: Path, keep_last: int) -> None:
-    """Keeps the newest `keep_last` checkpoints at step boundaries, and one inside a step if it is
-    the newest of all.
-    """
-    whole = whole_checkpoints(run_dir)
-    between = [path for position, path in whole if not position.updates]
-    kept = {*between[-keep_last:], whole[-1][1]}
-    for _, path in whole:
-        if path not in kept:
-            _remove(path)
+    critic_files = {
+        name.removeprefix("critic/"): facts
+        for name, facts in files.items()
+        if name.startswith("critic/")
+    }
+    if critic_files:
+        write_manifest(partial / "critic", replace(manifest, files=critic_files))
+    write_manifest(partial, manifest)
 
 
 def _run_identity(run_dir: Path) -> str:
@@ -308,22 +295,49 @@ def _run_identity(run_dir: Path) -> str:
     A run that resumes a copied checkpoint keeps its identity.
     """
     identity = read_run_identity(run_dir)
-    if identity is None:
-        newest = latest_checkpoint(run_dir)
-        identity = (None if newest is None else read_manifest(newest).run) or uuid.uuid4().hex
-        write_atomically(run_dir / RUN_IDENTITY_FILE, [f"{identity}\n".encode()])
+    if identity is not None:
+        return identity
+    newest = latest_checkpoint(run_dir)
+    if newest is not None:
+        identity = read_manifest(newest).run
+    identity = identity or uuid.uuid4().hex
+    write_atomically(run_dir / RUN_IDENTITY_FILE, [f"{identity}\n".encode()])
     return identity
 
 
-def _digest_all(folder: Path, rank: Rank) -> dict[str, FileFacts]:
-    """Size and digest of every file, on rank 0; each rank digests a share of them. Collective."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    own = {
-        name: asdict(digest_file(folder / name))
-        for name in names[rank.rank :: rank.layout.world_size]
-    }
-    shares = gather_json(own, group=rank.control) or []
-    return {name: FileFacts(**facts) for share in shares for name, facts in share.items()}
+def _replace(final: Path, partial: Path) -> None:
+    """Renames `partial`, which has its manifest.
+
+    After a kill at any point `final` or `partial` is complete.
+    """
+    if final.exists():
+        _remove(final)
+    os.rename(partial, final)
+    sync_path(final.parent)
+
+
+def _prune(run_dir: Path, keep_last: int) -> None:
+    """Keeps the newest `keep_last` checkpoints at step boundaries, and one inside a step if it is
+    the newest of all.
+    """
+    whole = whole_checkpoints(run_dir)
+    boundaries = [path for position, path in whole if not position.updates]
+    newest = whole[-1][1]
+    to_keep = {*boundaries[-keep_last:], newest}
+    for _, path in whole:
+        if path not in to_keep:
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    if not folder.is_symlink():  # the checkpoint behind a link stays
+        # Without its manifest it is not a checkpoint, even if the removal is interrupted.
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    remove(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
 
 
 def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
@@ -367,30 +381,70 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"{_RESTORE}"
         )
     for name, kind in _STATE.items():
-        if not isinstance(state.get(name), kind) or (kind is int and not 0 <= state[name] < 2**63):
-            raise CheckpointError(f"{file}: {name} is {shown(state.get(name))}; {_RESTORE}")
+        value = state.get(name)
+        is_valid = isinstance(value, kind)
+        if is_valid and kind is int:
+            is_valid = 0 <= state[name] < 2**63
+        if not is_valid:
+            raise CheckpointError(f"{file}: {name} is {shown(value)}; {_RESTORE}")
     return state
+
+
+def read_record(
+    folder: Path, name: str = _BUFFER
+) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """A record, `Contents.buffer` unless another is named, as saved; None if there is none."""
+    path = folder / f"{name}.json"
+    if not is_file(path, CheckpointError):
+        return None
+    text = read_text(path, error=CheckpointError)
+    value = parse_json(text, str(path), error=CheckpointError, any_text=True)
+    header = as_object(value, str(path))
+    return header, _load(load_arrays, folder / f"{name}.safetensors")
+
+
+def read_open_step(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """`Contents.open_step` as saved; None if there is none.
+
+    Raises CheckpointError for the format of an earlier release.
+    """
+    if (folder / "begun.json").is_file():
+        raise CheckpointError(
+            f"{folder} was saved inside a step by an earlier release, which this release does not "
+            "read; resume it with that release, or remove the folder to repeat the step"
+        )
+    return read_record(folder, _OPEN_STEP)
 
 
 def load_checkpoint(
     folder: Path, rank: Rank, sharded: Mapping[str, dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor] | None]:
-    """The filled state dicts, and this rank's generators (None if the number of ranks has changed).
+    """Reads the tensors of a checkpoint. Collective.
 
-    Collective.
+    Args:
+        folder: the checkpoint.
+        rank: this rank.
+        sharded: folder (DIST_FOLDER, CRITIC_DIST) -> the state dict to fill.
+
+    Returns:
+        The filled state dicts, by folder.
+        The state of this rank's generators; None if the number of ranks has changed.
+
+    Raises:
+        CheckpointError: if a file is malformed or lacks a part.
     """
     filled = {name: load_sharded(state, folder / name) for name, state in sharded.items()}
-    own = folder / "rng" / f"rank_{rank.rank:05d}.safetensors"
-    saved = len(list((folder / "rng").glob("*.safetensors")))
-    if saved != rank.layout.world_size:
+    rng_folder = folder / "rng"
+    num_saved = len(list(rng_folder.glob("*.safetensors")))
+    if num_saved != rank.layout.world_size:
         if rank.rank == 0:
             logger.info(
                 "checkpoint of %d ranks, now %d: torch's generators start from the seed",
-                saved,
+                num_saved,
                 rank.layout.world_size,
             )
         return filled, None
-    return filled, _load(load_file, own)
+    return filled, _load(load_file, rng_folder / f"rank_{rank.rank:05d}.safetensors")
 
 
 def _load(load: Callable[[Path], dict[str, T]], file: Path) -> dict[str, T]:

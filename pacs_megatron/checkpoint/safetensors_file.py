@@ -43,6 +43,8 @@ _MAX_SIZE = 2**62
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """Name, dtype, shape and place of a tensor."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,19 +57,21 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A mapped file.
-
-    Raises CheckpointError if header and size do not agree, for example after a truncated download.
-    """
+    """A mapped file: `tensors` describes its tensors by name, `get` returns one."""
 
     def __init__(self, path: Path) -> None:
+        """Reads the header.
+
+        Raises CheckpointError if header and size do not agree, for example after a truncated
+        download.
+        """
         self.path = path
         if not path.is_file():
             state = "is not a regular file" if path.exists() else "is missing"
             raise CheckpointError(f"{path} {state}; download the checkpoint again")
         try:
-            # It checks types and offsets of the header, and the size; without permission it reports
-            # a missing file.
+            # The library checks types and offsets of the header, and the size. The file is opened
+            # first, because without permission the library reports a missing file.
             with path.open("rb"), safe_open(path, framework="np"):
                 pass
         except SafetensorError as error:
@@ -76,44 +80,6 @@ class SafetensorsFile:
             ) from None
         self.tensors = self._read_header()
         self._file = MappedFile(path)
-
-    def _read_header(self) -> dict[str, TensorInfo]:
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            where = f"{self.path}: header"
-            header = as_object(
-                parse_json(file.read(length), where, error=CheckpointError),
-                where,
-                error=CheckpointError,
-            )
-        header.pop("__metadata__", None)
-        for (
-            name,
-            entry,
-        ) in header.items():  # the library also accepts a list for an entry, an object for a dtype
-            if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
-                raise CheckpointError(
-                    f"{self.path}: the header's entry of {name[:100]} is damaged; download the "
-                    "file again"
-                )
-        tensors: dict[str, TensorInfo] = {}
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            code = entry["dtype"]
-            shape = entry["shape"]
-            if (
-                code not in _DTYPES
-                or len(shape) > _MAX_DIMS
-                or any(size >= _MAX_SIZE for size in shape)
-            ):
-                raise CheckpointError(
-                    f"{self.path}: {name[:100]} is {code} {shape[:_MAX_DIMS]}, which is not "
-                    "supported: expected at most "
-                    f"{_MAX_DIMS} dimensions and a dtype of {', '.join(_DTYPES)}; convert the file"
-                )
-            tensors[name] = TensorInfo(
-                name, _DTYPES[code], tuple(shape), 8 + length + entry["data_offsets"][0]
-            )
-        return tensors
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor as a view of the mapped file, read page by page on use."""
@@ -131,24 +97,72 @@ class SafetensorsFile:
         if info.nbytes:
             self._file.release(info.offset, info.nbytes)
 
+    def _read_header(self) -> dict[str, TensorInfo]:
+        """Name -> place and type, in the order of the file. Raises CheckpointError."""
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length)
+        where = f"{self.path}: header"
+        value = parse_json(text, where, error=CheckpointError)
+        header = as_object(value, where, error=CheckpointError)
+        header.pop("__metadata__", None)
+
+        for name, entry in header.items():
+            # The library also accepts a list for an entry, and an object for a dtype.
+            if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
+                raise CheckpointError(
+                    f"{self.path}: the header's entry of {name[:100]} is damaged; download the "
+                    "file again"
+                )
+
+        tensors: dict[str, TensorInfo] = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            code = entry["dtype"]
+            shape = entry["shape"]
+            is_supported = (
+                code in _DTYPES
+                and len(shape) <= _MAX_DIMS
+                and all(size < _MAX_SIZE for size in shape)
+            )
+            if not is_supported:
+                raise CheckpointError(
+                    f"{self.path}: {name[:100]} is {code} {shape[:_MAX_DIMS]}, which is not "
+                    f"supported: expected at most {_MAX_DIMS} dimensions and a dtype of "
+                    f"{', '.join(_DTYPES)}; convert the file"
+                )
+            offset = 8 + length + entry["data_offsets"][0]
+            tensors[name] = TensorInfo(name, _DTYPES[code], tuple(shape), offset)
+        return tensors
+
 
 def plan_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, list[TensorInfo]]:
-    """The header of a file, and the tensors with their places, in the given order."""
+    """The header of a file with these tensors, in the given order.
+
+    Returns:
+        The first bytes of the file.
+        The tensors with their places after these bytes.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts = []
     end = 0
     for info in tensors:
+        start = end
+        end = start + info.nbytes
+        starts.append(start)
         header[info.name] = {
             "dtype": _CODES[info.dtype],
             "shape": list(info.shape),
-            "data_offsets": [end, end + info.nbytes],
+            "data_offsets": [start, end],
         }
-        end += info.nbytes
+
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(8, "little") + text
-    return prefix, [
-        replace(i, offset=len(prefix) + header[i.name]["data_offsets"][0]) for i in tensors
+    placed = [
+        replace(info, offset=len(prefix) + start)
+        for info, start in zip(tensors, starts, strict=True)
     ]
+    return prefix, placed
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -21,10 +21,11 @@ class StagedFolder:
     """A temporary folder `<target>.partial-*`; `commit` renames it to `target`, `abort` removes it.
 
     The next writer of the same target removes the folders of killed writers. A folder of a live
-    writer is locked and stays. Raises CheckpointError if `target` exists.
+    writer is locked and stays.
     """
 
     def __init__(self, target: Path) -> None:
+        """Creates the temporary folder. Raises CheckpointError if `target` exists."""
         if target.exists():
             raise CheckpointError(
                 f"{target} exists already; delete it or choose another output folder"
@@ -39,7 +40,8 @@ class StagedFolder:
     def commit(self) -> Path:
         """Flushes the folder to disk, renames it and returns its path."""
         (self.path / _LOCK).unlink()
-        for folder in [p for p in self.path.rglob("*") if p.is_dir()] + [self.path]:
+        folders = [path for path in self.path.rglob("*") if path.is_dir()]
+        for folder in (*folders, self.path):
             sync_path(folder)
         if self.target.exists():
             self.abort()
@@ -87,7 +89,8 @@ def check_free_disk(target: Path, needed_bytes: int) -> None:
         existing = existing.parent
     free = shutil.disk_usage(existing).free
     # For headers, indices and metadata of the file system.
-    needed = needed_bytes + needed_bytes // 100 + (16 << 20)
+    margin = needed_bytes // 100 + (16 << 20)
+    needed = needed_bytes + margin
     if free < needed:
         raise CheckpointError(
             f"{target} needs {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free; "

@@ -153,7 +153,7 @@ def test_a_full_disk_is_a_checkpoint_error_of_each_writer(
     monkeypatch.setattr(run_checkpoint, "disk_error", lambda _folder: FULL)
     final = tmp_path / "checkpoints" / "step_000006"
     with pytest.raises(CheckpointError) as raised:
-        run_checkpoint._named(final, fail)
+        run_checkpoint._with_disk_errors(final, fail)
     text = str(raised.value)
     assert text.startswith(f"{final} was not saved (No space left on device)") and text.endswith(
         "step_000004"
@@ -167,7 +167,7 @@ def test_errors_of_other_ranks_keep_their_class(tmp_path: Path) -> None:
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="Connection closed"):
-        run_checkpoint._named(tmp_path / "checkpoints" / "step_000006", fail)
+        run_checkpoint._with_disk_errors(tmp_path / "checkpoints" / "step_000006", fail)
 
 
 def test_a_record_of_noise_is_named(tmp_path: Path) -> None:
