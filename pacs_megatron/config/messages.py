@@ -69,8 +69,12 @@ def strategies(section: str) -> dict[str, type[Options]]:
 def fields_at(
     path: KeyPath, root: YamlNode, schema: type[Options] = RunConfig
 ) -> dict[str, FieldInfo]:
-    """Fields allowed below `path`, of the strategy that the tree `root` selects; empty for a plain
-    value.
+    """Fields allowed below a place of the configuration; empty for a plain value.
+
+    Args:
+        path: Keys and list indices of the place.
+        root: The configuration, which selects the strategy of a section.
+        schema: Class of `root`.
     """
     section = dotted(part for part in path if isinstance(part, str))
     has_strategies = section in TAGS
@@ -99,6 +103,11 @@ def explain_validation(
     """The first error as one line, with the number of others.
 
     Unknown keys come first: they cause other errors.
+
+    Args:
+        details: Errors of pydantic.
+        root: The configuration, for the origins.
+        schema: Class that rejected it.
     """
     causes = [detail for detail in details if detail["type"] != "default_factory_not_called"]
     unknown_keys = [detail for detail in causes if detail["type"] == "extra_forbidden"]
@@ -108,6 +117,7 @@ def explain_validation(
 
 
 def _explain(detail: Detail, root: YamlNode, schema: type[Options]) -> str:
+    """One error as a line: key, value, expected value, fix, origin."""
     path = _path_of(detail)
     key = dotted(path)
     name = str(path[-1]) if path else ""
@@ -179,7 +189,7 @@ def named_key(text: str) -> str:
 
 
 def where(path: KeyPath, root: YamlNode) -> str:
-    """`file:line` of the value at `path`, or of the nearest enclosing mapping."""
+    """`file:line` of the value at `path`, or of the nearest enclosing mapping of `root`."""
     for end in range(len(path), 0, -1):
         node = root.find(path[:end])
         if node is not None:
@@ -188,6 +198,9 @@ def where(path: KeyPath, root: YamlNode) -> str:
 
 
 def _unknown_key_advice(path: KeyPath, root: YamlNode, schema: type[Options]) -> str:
+    """The first of these that applies: the new name, the strategy that has the key, a similar key
+    of the section, the same key in another section, all keys of the section.
+    """
     new_key = RENAMED_KEYS.get(dotted(path))
     if new_key is not None:
         return f"it is now called `{new_key}`"
@@ -214,6 +227,7 @@ def _unknown_key_advice(path: KeyPath, root: YamlNode, schema: type[Options]) ->
 
 
 def _choice_line(path: KeyPath, value: object, choices: Sequence[str], root: YamlNode) -> str:
+    """The line of a value that is not one of `choices`."""
     close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]}?" if close else ""
     return (
@@ -231,6 +245,7 @@ def _expected(message: str) -> str:
 
 
 def _type_advice(detail: Detail) -> str:
+    """How to write the value in YAML, for the types that users often write as another one."""
     kind = detail["type"]
     if kind in ("int_type", "float_type", "bool_type") and isinstance(detail["input"], str):
         return ", not text; remove the quotes or write a plain value"

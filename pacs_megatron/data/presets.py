@@ -33,8 +33,11 @@ class Problem:
     """The fields of a row that training and evaluation use."""
 
     problem: str
+    """Text of the problem"""
     answer: str
+    """The reference answer, in the form that the reward function reads"""
     solution: str | None
+    """A demonstration, for `sft`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,11 @@ class Columns:
     """Names of the columns of a data set, and how to read them."""
 
     problem: tuple[str, ...]
-    """In order of preference, as the names of all fields"""
+    """Column of the problem; a row may have any of these names, the first one wins"""
     answer: tuple[str, ...]
+    """Column of the answer"""
     solution: tuple[str, ...] = ()
+    """Column of the solution; empty if the data set has none"""
     extract: Callable[[str], str | None] = str
     """The answer of the answer column's text; None if it has none"""
     demonstrate: Callable[[str], str | None] = str
@@ -54,6 +59,7 @@ class Columns:
 
 
 def _gsm8k_answer(text: str) -> str | None:
+    """The number behind `####`, without commas between thousands; None without it."""
     match = _GSM8K_ANSWER.search(text)
     return match[1].replace(",", "") if match else None
 
@@ -134,7 +140,10 @@ class _TextOnly(pickle._Unpickler):
 
 
 def _private_tests(text: str) -> Any:
-    """JSON, or the base64 of the compressed pickle of JSON."""
+    """The tests of a text in JSON, or in the base64 of the compressed pickle of JSON.
+
+    Unpacks at most _MAX_TEST_BYTES; a longer text is cut and then malformed.
+    """
     if text.lstrip().startswith("["):
         return json.loads(text)
     compressed = base64.b64decode(text, validate=True)
@@ -150,6 +159,10 @@ def _task(question: str, row: DataRow) -> str:
 
 
 def _text(row: DataRow, name: str) -> str:
+    """The text of a column, without white space around it.
+
+    Raises DataError if it is missing or empty.
+    """
     value = row.values.get(name)
     if not isinstance(value, str) or not value.strip():
         raise row.wrong(name, "text")
@@ -188,7 +201,12 @@ def columns_of(options: DatasetOptions) -> Columns:
 def problem_of(row: DataRow, columns: Columns) -> Problem:
     """The row's fields.
 
-    Raises DataError with row and column if a field is missing, empty or of the wrong type.
+    Args:
+        row: A row of the data set.
+        columns: From `columns_of`.
+
+    Raises:
+        DataError: A field is missing, empty or of the wrong type, with row and column.
     """
     if columns.read is not None:
         row = replace(row, values=columns.read(row))
@@ -208,6 +226,7 @@ def problem_of(row: DataRow, columns: Columns) -> Problem:
 
 
 def _column(row: DataRow, names: tuple[str, ...]) -> str:
+    """The first of `names` that is a column of the row. Raises DataError if none is."""
     for name in names:
         if name in row.values:
             return name
@@ -233,7 +252,10 @@ def _answer_text(row: DataRow, name: str) -> str:
 
 
 def _solution(row: DataRow, columns: Columns) -> str | None:
-    """None if the data set has no solutions, or an empty one, as in many rows of DeepScaleR."""
+    """The demonstration of a row.
+
+    None if the data set has no solutions, or the row an empty one, as many rows of DeepScaleR.
+    """
     for name in columns.solution:
         value = row.values.get(name)
         if value is None:

@@ -24,6 +24,9 @@ RIGHT = 18
 TOP = 10
 BOTTOM = 26
 """Size of a chart and its margins, in the pixels of its view box"""
+_PLOT_WIDTH = WIDTH - LEFT - RIGHT
+_PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
+"""Size of the area of the curves"""
 MAX_POINTS = 400
 """Maximum number of points of a series.
 
@@ -51,11 +54,22 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One curve; `half_width` is a standard error drawn as a band, aligned with `points`."""
+    """One curve."""
 
     name: str
+    """the text of the legend"""
     points: Sequence[Point]
+    """at least one, by ascending step"""
     half_width: Sequence[float] | None = None
+    """a standard error of each point, drawn as a band"""
+
+    @property
+    def steps(self) -> list[float]:
+        return [step for step, _ in self.points]
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in self.points]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,33 +86,35 @@ class Chart:
 
 
 class _Axis(NamedTuple):
-    """Value -> pixel; values with their labels."""
+    """A scale of the chart."""
 
     position: Callable[[float], float]
+    """Value -> pixel, from the left or from the top"""
     ticks: Sequence[tuple[float, str]]
+    """(value, label)"""
 
 
 def line_chart(chart: Chart) -> str:
-    """Returns a <figure> with the chart, its legend (for two or more series) and its values for the
-    hover script.
+    """Returns a <figure> with the chart, its legend and its values for the hover script.
+
+    Instead of a legend, a chart of one series shows its last value beside the title.
     """
-    steps: list[float] = []
-    for series in chart.series:
-        steps += [step for step, _ in series.points]
-    x_axis = _step_axis(min(steps), max(steps))
+    first = min(min(series.steps) for series in chart.series)
+    last = max(max(series.steps) for series in chart.series)
+    x_axis = _step_axis(first, last)
     y_axis = _value_axis(chart)
     curves = [
         _curve(series, _colour(number), x_axis, y_axis)
         for number, series in enumerate(chart.series)
     ]
 
-    latest = [(series.name, format_number(series.points[-1][1])) for series in chart.series]
+    latest = [(series.name, format_number(series.values[-1])) for series in chart.series]
     latest_text = ", ".join(f"{name} {value}" for name, value in latest)
     label = f"{chart.title}: {latest_text}"
     note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
     output = f"<output>{latest[0][1]}</output>" if len(latest) == 1 else ""
     legend = _legend(latest) if len(latest) > 1 else ""
-    data = _hover_data(chart, x_axis, min(steps), max(steps))
+    data = _hover_data(chart, x_axis, first, last)
     return (
         f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}</span>{output}'
         f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -114,6 +130,7 @@ def _colour(number: int) -> str:
 
 
 def _legend(latest: Sequence[tuple[str, str]]) -> str:
+    """Colour, name and last value of each series."""
     items = [
         f'<li><i class="{_colour(number)}"></i>{escape(name)} <b>{value}</b></li>'
         for number, (name, value) in enumerate(latest)
@@ -122,7 +139,7 @@ def _legend(latest: Sequence[tuple[str, str]]) -> str:
 
 
 def _hover_data(chart: Chart, x_axis: _Axis, first: float, last: float) -> str:
-    """JSON of the values, for the page's script."""
+    """JSON of the values and of the pixels of the first and last step, for the page's script."""
     curves = []
     for series in chart.series:
         points = [[step, float(f"{value:.5g}")] for step, value in _thin(series.points)]
@@ -140,6 +157,7 @@ def _hover_data(chart: Chart, x_axis: _Axis, first: float, last: float) -> str:
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
+    """Horizontal lines with their labels at the left, and the labels of the steps below."""
     parts = []
     for value, text in y_axis.ticks:
         y = y_axis.position(value)
@@ -154,6 +172,8 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def _curve(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
+    """The elements of one series, later ones on top: band, line, line of means, dots."""
+
     def path(points: Sequence[Point]) -> str:
         return " ".join(
             f"{x_axis.position(step):.1f},{y_axis.position(value):.1f}" for step, value in points
@@ -174,11 +194,18 @@ def _curve(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
             parts.append(f'<polyline class="curve {colour}" points="{means}"/>')
 
     if len(points) <= _DOTS_UP_TO:
-        for step, value in points:
-            x = x_axis.position(step)
-            y = y_axis.position(value)
-            parts.append(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>')
+        parts += _dots(points, colour, x_axis, y_axis)
     return "".join(parts)
+
+
+def _dots(points: Sequence[Point], colour: str, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    """A dot at each point, which shows single points of a short curve."""
+    dots = []
+    for step, value in points:
+        x = x_axis.position(step)
+        y = y_axis.position(value)
+        dots.append(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>')
+    return dots
 
 
 def _band(points: Sequence[Point], half_width: Sequence[float]) -> list[Point]:
@@ -202,13 +229,14 @@ def _means(points: Sequence[Point]) -> list[Point]:
     """Means of steps and values over parts of neighbouring points."""
     means = []
     for part in _cut(points, _NUM_MEANS):
-        steps = [step for step, _ in part]
-        values = [value for _, value in part]
-        means.append((fmean(steps), fmean(values)))
+        mean_step = fmean(step for step, _ in part)
+        mean_value = fmean(value for _, value in part)
+        means.append((mean_step, mean_value))
     return means
 
 
 def _cut(points: Sequence[Point], max_parts: int) -> list[Sequence[Point]]:
+    """Parts of neighbouring points, all of one size but the last."""
     size = math.ceil(len(points) / max_parts)
     return [points[start : start + size] for start in range(0, len(points), size)]
 
@@ -230,28 +258,30 @@ def _thin(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _step_axis(first: float, last: float) -> _Axis:
-    width = WIDTH - LEFT - RIGHT
+    """The axis of steps: ticks at whole numbers only, a single step in the middle."""
+
+    def position(step: float) -> float:
+        return LEFT + _PLOT_WIDTH * (step - first) / (last - first)
+
     if first == last:
-        return _Axis(lambda _: LEFT + width / 2, [(first, str(first))])
+        return _Axis(lambda _: LEFT + _PLOT_WIDTH / 2, [(first, str(first))])
     ticks = [
         (tick, _tick(tick, 1.0))
         for tick in _nice_ticks(first, last, _NUM_STEP_TICKS)
         if tick == int(tick)
     ]
-    return _Axis(lambda step: LEFT + width * (step - first) / (last - first), ticks)
+    return _Axis(position, ticks)
 
 
 def _value_axis(chart: Chart) -> _Axis:
-    values: list[float] = []
-    for series in chart.series:
-        values += [value for _, value in series.points]
-    low = min(values)
-    high = max(values)
+    """The axis of values: logarithmic, from 0 to 1, from 0, or from the least value."""
+    low = min(min(series.values) for series in chart.series)
+    high = max(max(series.values) for series in chart.series)
 
     are_shares = 0 <= low <= high <= 1
     for series in chart.series:
         if series.half_width and not are_shares:  # a band may leave the range of the values
-            for (_, value), width in zip(series.points, series.half_width, strict=True):
+            for value, width in zip(series.values, series.half_width, strict=True):
                 low = min(low, value - width)
                 high = max(high, value + width)
 
@@ -265,18 +295,21 @@ def _value_axis(chart: Chart) -> _Axis:
 
 
 def _log_axis(low: float, high: float) -> _Axis:
+    """A logarithmic axis from a power of ten to a power of ten."""
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
     step = max(1, math.ceil((last - first) / _NUM_TICKS))
     ticks = [10.0**power for power in range(first, last + 1, step)]
-    pixels_per_power = (HEIGHT - TOP - BOTTOM) / (last - first)
-    return _Axis(
-        lambda value: TOP + pixels_per_power * (last - math.log10(value)),
-        [(tick, format_number(tick)) for tick in ticks],
-    )
+    pixels_per_power = _PLOT_HEIGHT / (last - first)
+
+    def position(value: float) -> float:
+        return TOP + pixels_per_power * (last - math.log10(value))
+
+    return _Axis(position, [(tick, format_number(tick)) for tick in ticks])
 
 
 def _linear_axis(low: float, high: float) -> _Axis:
+    """An axis that contains `low`, `high` and every tick."""
     # A flat curve: the axis must not magnify rounding noise.
     if high - low <= 1e-6 * max(abs(low), abs(high), 1e-300):
         margin = abs(high) * 0.1 or 1.0
@@ -287,16 +320,20 @@ def _linear_axis(low: float, high: float) -> _Axis:
     step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     bottom = min(low, ticks[0])
     top = max(high, ticks[-1])
-    height = HEIGHT - TOP - BOTTOM
-    return _Axis(
-        lambda value: TOP + height * (top - value) / (top - bottom),
-        [(tick, _tick(tick, step)) for tick in ticks],
-    )
+
+    def position(value: float) -> float:
+        return TOP + _PLOT_HEIGHT * (top - value) / (top - bottom)
+
+    return _Axis(position, [(tick, _tick(tick, step)) for tick in ticks])
 
 
 def _nice_ticks(low: float, high: float, num_intervals: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`, in at most about
-    `num_intervals` intervals.
+    """Round values of an axis: multiples of 1, 2 or 5 times a power of ten.
+
+    Args:
+        low: Least value of the axis.
+        high: Largest value of the axis.
+        num_intervals: Maximum number of distances between two of them.
     """
     raw_step = (high - low) / num_intervals
     power = 10.0 ** math.floor(math.log10(raw_step))

@@ -147,6 +147,7 @@ def _tiles(rows: Rows) -> str:
 
 
 def _section(title: str, charts: Sequence[str], rows: Rows) -> str:
+    """Heading, explanation and charts; the other metrics are collapsed."""
     grid = f'<div class="charts">{"".join(charts)}</div>'
     if title == _OTHER:
         return f"<details><summary><h2>{title} ({len(charts)})</h2></summary>{grid}</details>"
@@ -213,7 +214,17 @@ class _Charts:
     def draw(
         self, title: str, keys: Iterable[str], note: str = "", *, may_be_log: bool = False
     ) -> list[str]:
-        """One chart with those of `keys` that no chart shows yet; no chart if there are none."""
+        """One chart with those of `keys` that no chart shows yet.
+
+        Args:
+            title: Title of the chart.
+            keys: Keys of the metrics, each one a curve.
+            note: Unit or denominator, beside the title.
+            may_be_log: The axis may be logarithmic.
+
+        Returns:
+            The chart, or an empty list if there is no such key.
+        """
         present = [key for key in keys if key in self._undrawn]
         if not present:
             return []
@@ -236,11 +247,9 @@ class _Charts:
     def draw_pass_rates(self) -> list[str]:
         """One chart per benchmark with one curve per k and the standard error as a band."""
         charts = []
-        keys_by_benchmark = itertools.groupby(
-            _pass_keys(self._undrawn), key=lambda key: key.rpartition("/")[0]
-        )
-        for benchmark, keys in keys_by_benchmark:
-            series = [self._pass_rate(key) for key in keys]
+        keys = _pass_keys(self._undrawn)
+        for benchmark, group in itertools.groupby(keys, key=_benchmark_of):
+            series = [self._pass_rate(key) for key in group]
             title = benchmark.removeprefix("eval/")
             chart = Chart(title=title, series=series, note="pass@k ± standard error")
             charts.append(line_chart(chart))
@@ -306,12 +315,18 @@ def _pass_keys(keys: Iterable[str]) -> list[str]:
     return sorted(order, key=lambda key: order[key])
 
 
+def _benchmark_of(key: str) -> str:
+    """`eval/<benchmark>` of `eval/<benchmark>/pass@k`."""
+    return key.rpartition("/")[0]
+
+
 def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
     """(step, value) of the rows that have a value."""
     return [(row["step"], float(row[key])) for row in rows if row.get(key) is not None]
 
 
 def _values(rows: Rows, key: str) -> list[float]:
+    """The values of the rows that have one."""
     return [value for _, value in _points(rows, key)]
 
 
@@ -327,7 +342,12 @@ def _answers(run_dir: Path, num_samples: int) -> list[str]:
 
 
 def _spread(records: Sequence[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
-    """Returns records at even distances, so that several prompts appear. Deterministic."""
+    """Returns records at even distances, so that several prompts appear. Deterministic.
+
+    Args:
+        records: The samples of a step, those of a prompt next to each other.
+        num_samples: Maximum number of records.
+    """
     if len(records) <= num_samples:
         return list(records)
     distance = len(records) // num_samples
@@ -339,6 +359,7 @@ def _spread(records: Sequence[dict[str, Any]], num_samples: int) -> list[dict[st
 
 
 def _sample(record: Mapping[str, Any], path: Path) -> str:
+    """One sample of the file `path`: its verdict, and its texts below."""
     missing = sorted(set(_SHOWN) - set(record))
     if missing:
         raise DataError(f"{path}: a sample lacks {', '.join(missing)}; restore or delete the file")

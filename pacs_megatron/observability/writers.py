@@ -24,7 +24,10 @@ class TensorBoardWriter(Closing):
     """Event files under `<run_dir>/tensorboard`, written by the tensorboard package (no TensorFlow,
     no torch).
 
-    Events of an earlier process from `first_step` on are marked invalid, so no step appears twice.
+    Args:
+        run_dir: The run folder.
+        first_step: First step that this process writes. TensorBoard ignores an earlier process's
+            events from it on, so no step appears twice.
     """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
@@ -72,6 +75,15 @@ def check_wandb(options: WandbOptions) -> None:
 class WandbWriter(Closing):
     """One W&B run per run folder; a resumed run continues it, and W&B ignores steps that it already
     has.
+
+    Args:
+        run_dir: The run folder, which stores the id of the W&B run.
+        name: Name of the run.
+        options: Project of the run.
+        config: The resolved configuration, which W&B shows.
+
+    Raises:
+        ConfigError: The package or its key is missing.
     """
 
     def __init__(
@@ -103,7 +115,18 @@ class WandbWriter(Closing):
 def open_sinks(
     run_dir: Path, name: str, options: LoggingOptions, *, first_step: int, config: Mapping[str, Any]
 ) -> list[TensorBoardWriter | WandbWriter]:
-    """The writers of `options`. Raises ConfigError with the package or key that is missing."""
+    """The writers of `options`.
+
+    Args:
+        run_dir: The run folder.
+        name: Name of the run.
+        options: The writers that the run has.
+        first_step: First step that this process writes.
+        config: The resolved configuration.
+
+    Raises:
+        ConfigError: A package or a key is missing.
+    """
     sinks: list[TensorBoardWriter | WandbWriter] = []
     if options.wandb is not None:
         sinks.append(WandbWriter(run_dir, name, options.wandb, config))
