@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from pacs_megatron.config.reward_options import CodeReward
 from pacs_megatron.contracts import Prompt
-from tests.support.hostile_programs import PROGRAMS, Hostile
 from tests.support.rewards import CollectingPool
+from tests.support.sandbox_programs import PROGRAMS, Attack
 
 ROUND = 100
 TESTS = 5
@@ -154,7 +154,7 @@ def hostile_round(rows: list, workers: int) -> dict:
     }
 
 
-def code_of(case: Hostile) -> str:
+def code_of(case: Attack) -> str:
     return (
         case.code.replace("FOLDER", str(ROOT))
         .replace("PORT", "22")

@@ -1,4 +1,4 @@
-"""Programs in the real sandbox. The hostile ones are in hostile_programs.py."""
+"""Programs in the real sandbox. Those that attack it are in sandbox_programs.py."""
 
 import contextlib
 import functools
@@ -19,9 +19,9 @@ from pacs_megatron.config.reward_options import CodeReward
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import build_reward, sandbox
 from pacs_megatron.rewards.code import last_block, read_tests
-from tests.support.hostile_programs import PROGRAMS, QUICK, SECRET, Hostile
 from tests.support.needs import require
 from tests.support.rewards import CollectingPool
+from tests.support.sandbox_programs import PROGRAMS, QUICK, SECRET, Attack
 
 needs_sandbox = pytest.mark.usefixtures("bubblewrap")
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"], "fn_name": None}
@@ -198,17 +198,17 @@ def bait(tmp_path_factory):
         yield folder, server
 
 
-def run_hostile(case: Hostile, bait, make_prompt, pool: CollectingPool) -> None:
+def run_attack(case: Attack, bait, make_prompt, pool: CollectingPool) -> None:
     folder, server = bait
     code = case.code.replace("FOLDER", str(folder)).replace("PORT", str(server.getsockname()[1]))
     code = code.replace("PARENT", str(os.getpid()))
     started = time.monotonic()
-    pool.submit("hostile", make_prompt(json.dumps(case.tests)), fenced(code))
+    pool.submit("attack", make_prompt(json.dumps(case.tests)), fenced(code))
     pool.submit("good", make_prompt(json.dumps(SUM)), fenced(GOOD_SUM))
     verdicts = {verdict.key: verdict for verdict in pool.results()}
     assert verdicts["good"].reward == 1.0, verdicts["good"]
-    assert verdicts["hostile"].failure is None, verdicts["hostile"]
-    assert verdicts["hostile"].reward == case.reward, verdicts["hostile"].details
+    assert verdicts["attack"].failure is None, verdicts["attack"]
+    assert verdicts["attack"].reward == case.reward, verdicts["attack"].details
     assert time.monotonic() - started < 60
     assert (folder / "secret").read_text() == SECRET
     assert os.listdir(folder) == ["secret"]
@@ -225,15 +225,15 @@ def pool():
 
 @needs_sandbox
 @pytest.mark.parametrize("name", QUICK)
-def test_hostile_programs_quick(name, bait, make_prompt, pool) -> None:
-    run_hostile(PROGRAMS[name], bait, make_prompt, pool)
+def test_programs_that_attack_quick(name, bait, make_prompt, pool) -> None:
+    run_attack(PROGRAMS[name], bait, make_prompt, pool)
 
 
 @needs_sandbox
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - set(QUICK)))
-def test_hostile_programs(name, bait, make_prompt, pool) -> None:
-    run_hostile(PROGRAMS[name], bait, make_prompt, pool)
+def test_programs_that_attack(name, bait, make_prompt, pool) -> None:
+    run_attack(PROGRAMS[name], bait, make_prompt, pool)
 
 
 LEAVES = """

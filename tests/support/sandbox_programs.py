@@ -9,7 +9,7 @@ CALL = {"inputs": [[1]], "outputs": [["no program returns this"]], "fn_name": "f
 
 
 @dataclass(frozen=True)
-class Hostile:
+class Attack:
     """`FOLDER`, `PORT` and `PARENT` in the code are a folder, a listening server and a process of
     the host.
     """
@@ -19,56 +19,56 @@ class Hostile:
     reward: float = 0.0
 
 
-def escapes(code: str) -> Hostile:
+def escapes(code: str) -> Attack:
     """A program whose test passes only if the attempt `code` leaves `ok` false."""
-    return Hostile(f"ok = False\ntry:\n    {code}\nexcept BaseException:\n    pass\nprint('held' "
+    return Attack(f"ok = False\ntry:\n    {code}\nexcept BaseException:\n    pass\nprint('held' "
                    "if not ok else 'ESCAPED')",
                    {"inputs": [""], "outputs": ["held"]}, 1.0)  # fmt: skip
 
 
-PROGRAMS: dict[str, Hostile] = {
+PROGRAMS: dict[str, Attack] = {
     # --------------------------------------------------------------------------------------------
     # stalling the judge
-    "fork_bomb": Hostile(
+    "fork_bomb": Attack(
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     ),
-    "thread_bomb": Hostile(
+    "thread_bomb": Attack(
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
         "args=(99,)).start()"
     ),
-    "sleep": Hostile("import time\ntime.sleep(10**6)"),
-    "spin": Hostile("while True: pass"),
-    "deaf": Hostile(
+    "sleep": Attack("import time\ntime.sleep(10**6)"),
+    "spin": Attack("while True: pass"),
+    "deaf": Attack(
         "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except Exception: pass\nwhile True:\n    try: time.sleep(99)\n    except "
         "BaseException: pass"
     ),
-    "daemon": Hostile(
+    "daemon": Attack(
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n"
         "    os.closerange(0, 64)\n    time.sleep(999)\nprint('done')"
     ),
-    "keeps_pipe": Hostile("import os, time\nif os.fork() == 0: time.sleep(999)\nprint('done')"),
-    "stops_itself": Hostile("import os\nos.kill(os.getpid(), 19)"),
-    "stops_all": Hostile("import os\nos.kill(-1, 19)"),
-    "kills_all": Hostile("import os\nos.kill(-1, 9)"),
-    "kills_runner": Hostile("import os\nos.kill(os.getppid(), 9)"),
-    "stops_runner": Hostile("import os\nos.kill(os.getppid(), 19)\nprint('x')"),
-    "output_flood": Hostile("while True: print('x' * 10**6)"),
-    "error_flood": Hostile("import sys\nwhile True: sys.stderr.write('x' * 10**6)"),
-    "escaped_flood": Hostile(
+    "keeps_pipe": Attack("import os, time\nif os.fork() == 0: time.sleep(999)\nprint('done')"),
+    "stops_itself": Attack("import os\nos.kill(os.getpid(), 19)"),
+    "stops_all": Attack("import os\nos.kill(-1, 19)"),
+    "kills_all": Attack("import os\nos.kill(-1, 9)"),
+    "kills_runner": Attack("import os\nos.kill(os.getppid(), 9)"),
+    "stops_runner": Attack("import os\nos.kill(os.getppid(), 19)\nprint('x')"),
+    "output_flood": Attack("while True: print('x' * 10**6)"),
+    "error_flood": Attack("import sys\nwhile True: sys.stderr.write('x' * 10**6)"),
+    "escaped_flood": Attack(
         "import sys\nwhile True: sys.stdout.buffer.write(bytes(range(256)) * 4096)"
     ),
-    "memory": Hostile("x = []\nwhile True: x.append(bytearray(10**7))"),
-    "memory_of_forks": Hostile(
+    "memory": Attack("x = []\nwhile True: x.append(bytearray(10**7))"),
+    "memory_of_forks": Attack(
         "import os, time\nfor _ in range(20):\n    if os.fork() == 0: break\nx = bytearray(3 * "
         "10**8)\ntime.sleep(99)"
     ),
-    "fills_tmp": Hostile("for n in range(10**6):\n    open(f'/tmp/{n}', 'wb').write(b'x' * 10**7)"),
-    "compile_bomb": Hostile("x = " + "(" * 5000 + "1" + ")" * 5000),
-    "huge_power": Hostile("print(9 ** 9 ** 9)"),
-    "deep_recursion": Hostile("def f(n): return f(n + 1) + 1\nprint(f(0))"),
-    "segfault": Hostile("import ctypes\nctypes.string_at(0)"),
-    "regex_bomb": Hostile("import re\nre.match('(a+)+$', 'a' * 64 + 'b')"),
+    "fills_tmp": Attack("for n in range(10**6):\n    open(f'/tmp/{n}', 'wb').write(b'x' * 10**7)"),
+    "compile_bomb": Attack("x = " + "(" * 5000 + "1" + ")" * 5000),
+    "huge_power": Attack("print(9 ** 9 ** 9)"),
+    "deep_recursion": Attack("def f(n): return f(n + 1) + 1\nprint(f(0))"),
+    "segfault": Attack("import ctypes\nctypes.string_at(0)"),
+    "regex_bomb": Attack("import re\nre.match('(a+)+$', 'a' * 64 + 'b')"),
     # ------------------------------------------------------------------------------------------------
     # leaving the sandbox
     "network": escapes(
@@ -113,39 +113,39 @@ PROGRAMS: dict[str, Hostile] = {
     ),
     # --------------------------------------------------------------------------------------- a
     # reward without an answer
-    "prints_verdict": Hostile(
+    "prints_verdict": Attack(
         "import os\nfor fd in range(0, 64):\n    try: os.write(fd, b'{\"reward\": 1.0}\\n')\n    "
         "except OSError: pass"
     ),
-    "forges_frames": Hostile(
+    "forges_frames": Attack(
         'import os\nfor fd in range(0, 64):\n    try: os.write(fd, b\'{"output": "1"}\\n\' * 9)\n'
         "    except OSError: pass"
     ),
-    "exits_well": Hostile("import os\nos._exit(0)"),
-    "exits_in_call": Hostile("import sys\ndef f(x): sys.exit(0)", CALL),
-    "equals_everything": Hostile(
+    "exits_well": Attack("import os\nos._exit(0)"),
+    "exits_in_call": Attack("import sys\ndef f(x): sys.exit(0)", CALL),
+    "equals_everything": Attack(
         "class A(str):\n    def __eq__(self, o): return True\n    __hash__ = None\ndef f(x): "
         "return A('x')",
         CALL,
     ),
-    "patches_json": Hostile(
+    "patches_json": Attack(
         "import json\njson.dumps = lambda *a, **k: 'null'\njson.loads = lambda *a: None\ndef "
         "f(x): return None",
         CALL,
     ),
-    "patches_runner": Hostile(
+    "patches_runner": Attack(
         "import gc, types\nfor o in gc.get_objects():\n    if isinstance(o, types.FunctionType) "
         "and "
         "o.__name__ in ('_collect', '_run', '_send'): o.__code__ = (lambda *a: {'output': "
         "'1'}).__code__"
     ),
-    "deep_result": Hostile(
+    "deep_result": Attack(
         "def f(x):\n    r = []\n    for _ in range(10**5): r = [r]\n    return r", CALL
     ),
-    "huge_number": Hostile(
+    "huge_number": Attack(
         "import sys\nsys.set_int_max_str_digits(0)\ndef f(x): return 10**6000", CALL
     ),
-    "reads_tests": Hostile(
+    "reads_tests": Attack(
         "import os\nos.lseek(0, 0, 0)\nprint(os.read(0, 10**6))\n"
         "for fd in range(3, 64):\n    try: print(os.pread(fd, 10**6, 0))\n    except OSError: pass"
     ),
