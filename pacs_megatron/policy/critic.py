@@ -3,7 +3,7 @@ from its values.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,9 @@ from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.policy.engine import MegatronPolicy
 
+ByRow = dict[int, np.ndarray]
+"""row of a mini-batch's facts -> [response], of this rank's samples"""
+
 _FLOOR = 1e-8
 """Added to a variance before a division, or the smallest variance that counts as positive"""
 
@@ -22,83 +25,167 @@ class Critic(MegatronPolicy):
     """`logprobs` and `update` of MegatronPolicy; the objective is `Objective.critic`."""
 
     def _metrics(
-        self, prepared: Prepared, sums: Mapping[str, float]
+        self,
+        prepared: Prepared,
+        sums: Mapping[str, float],
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """`critic/*`, means over the response tokens."""
+        """Metrics of an update.
+
+        The explained variance is 1 - Var(return - value) / Var(return) over the response tokens.
+
+        Args:
+            prepared: unused.
+            sums: of the reports of the loss, over all ranks.
+
+        Returns:
+            `critic/*`.
+            The denominators of those that are means over the response tokens.
+        """
         count = max(sums["sum/tokens"], 1.0)
-        mean = {
-            name: sums[f"sum/{name}"] / count
-            for name in ("return", "return_square", "error", "error_square")
-        }
-        variance = mean["return_square"] - mean["return"] ** 2
-        unexplained = mean["error_square"] - mean["error"] ** 2
-        metrics = {name: value for name, value in sums.items() if name.startswith("critic/")} | {
+        mean_return = sums["sum/return"] / count
+        mean_error = sums["sum/error"] / count
+        variance = sums["sum/return_square"] / count - mean_return**2
+        unexplained = sums["sum/error_square"] / count - mean_error**2
+        explained = 0.0
+        if variance > _FLOOR:
+            explained = 1 - unexplained / variance
+
+        metrics = {name: value for name, value in sums.items() if name.startswith("critic/")}
+        metrics |= {
             "critic/loss": sums["sum/loss"],
             "critic/value_mean": sums["sum/logprob"] / count,
-            "critic/return_mean": mean["return"],
-            "critic/explained_variance": 1 - unexplained / variance if variance > _FLOOR else 0.0,
+            "critic/return_mean": mean_return,
+            "critic/explained_variance": explained,
         }
-        return metrics, dict.fromkeys(metrics.keys() - {"critic/loss"}, count)
+        means = metrics.keys() - {"critic/loss"}
+        return metrics, dict.fromkeys(means, count)
 
     def with_estimates(
-        self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective
+        self,
+        facts: SampleFacts,
+        minibatches: Sequence[MiniBatch],
+        objective: Objective,
     ) -> tuple[SampleFacts, list[MiniBatch]]:
-        """(facts with each sample's mean |A|, mini-batches with returns and advantages).
+        """Returns and advantages from the values of the step's start. Collective.
 
-        Collective.
+        The advantages are whitened over the step's tokens: (A - mean) / sqrt(variance + 1e-8). The
+        sums over samples have the same bits on every rank and in every layout, if the values have.
 
-        Whitens the advantages over the step's tokens. Equal values give the same bits on every rank
-        and in every layout. Raises NonFiniteError on all ranks.
+        Args:
+            facts: of the step, n samples.
+            minibatches: of the step, with `value` in `estimates` and the declared log-probs.
+            objective: its `estimate` computes advantages and returns.
+
+        Returns:
+            The facts with each sample's mean |A|.
+            The mini-batches with `advantage` and `return` in `estimates`.
+
+        Raises:
+            NonFiniteError: on all ranks, if a value is not finite.
         """
-        advantages: list[dict[int, np.ndarray]] = []
-        returns: list[dict[int, np.ndarray]] = []
+        advantages: list[ByRow] = []
+        returns: list[ByRow] = []
         for minibatch in minibatches:
-            values = minibatch.estimates["value"]
-            sources = (minibatch.step_start_logprobs, minibatch.reference_logprobs)
-            logprobs = [[source[row] for row in values] if source else [] for source in sources]
-            rewards = [float(minibatch.facts.rewards[row]) for row in values]
-            own, later = objective.estimate(rewards, list(values.values()), *logprobs)
-            advantages.append(dict(zip(values, own, strict=True)))
-            returns.append(dict(zip(values, later, strict=True)))
+            advantage, later = _estimate(minibatch, objective)
+            advantages.append(advantage)
+            returns.append(later)
+
+        def of_samples(
+            values: list[ByRow],
+            reduce: Callable[[np.ndarray], float],
+        ) -> np.ndarray:
+            """float64 [n], `reduce` of each sample's values. Collective."""
+            own: list[dict[int, float]] = []
+            for by_row in values:
+                own.append({row: float(reduce(array)) for row, array in by_row.items()})
+            return self._by_sample(facts, minibatches, own)
+
         count = int(facts.response_lens.sum())
-        sums = [{row: float(a.sum()) for row, a in own.items()} for own in advantages]
-        mean = self._by_sample(facts, minibatches, sums).sum() / count
-        squares = [
-            {row: float(np.square(a - mean).sum()) for row, a in own.items()} for own in advantages
-        ]
-        variance = self._by_sample(facts, minibatches, squares).sum() / max(count - 1, 1)
+        mean = of_samples(advantages, np.sum).sum() / count
+        squares = of_samples(advantages, lambda array: np.square(array - mean).sum())
+        variance = squares.sum() / max(count - 1, 1)
         if not math.isfinite(variance):
             raise NonFiniteError("a value of the critic is not finite; no weight was changed")
-        white = [
-            {row: (a - mean) / math.sqrt(variance + _FLOOR) for row, a in own.items()}
-            for own in advantages
-        ]
-        sizes = [{row: float(np.abs(a).mean()) for row, a in own.items()} for own in white]
-        return replace(facts, advantage_abs=self._by_sample(facts, minibatches, sizes)), [
-            replace(
-                minibatch,
-                estimates={"advantage": _float32(a), "return": _float32(g), **minibatch.estimates},
-            )
-            for a, g, minibatch in zip(white, returns, minibatches, strict=True)
-        ]
+
+        deviation = math.sqrt(variance + _FLOOR)
+        whitened: list[ByRow] = []
+        for by_row in advantages:
+            whitened.append({row: (array - mean) / deviation for row, array in by_row.items()})
+        sizes = of_samples(whitened, lambda array: np.abs(array).mean())
+
+        completed = []
+        for minibatch, advantage, later in zip(minibatches, whitened, returns, strict=True):
+            estimates = {
+                "advantage": _float32(advantage),
+                "return": _float32(later),
+                **minibatch.estimates,
+            }
+            completed.append(replace(minibatch, estimates=estimates))
+        return replace(facts, advantage_abs=sizes), completed
 
 
-def _float32(by_row: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+def _estimate(minibatch: MiniBatch, objective: Objective) -> tuple[ByRow, ByRow]:
+    """Advantages and returns of this rank's samples of a mini-batch, before whitening.
+
+    Args:
+        minibatch: with `value` in `estimates` and the log-probs that the objective declares.
+        objective: its `estimate` computes advantages and returns.
+
+    Returns:
+        Advantages, float64.
+        Returns, float64.
+    """
+    values = minibatch.estimates["value"]
+    rewards = [float(minibatch.facts.rewards[row]) for row in values]
+    advantages, returns = objective.estimate(
+        rewards,
+        list(values.values()),
+        _in_order(values, minibatch.step_start_logprobs),
+        _in_order(values, minibatch.reference_logprobs),
+    )
+    return (
+        dict(zip(values, advantages, strict=True)),
+        dict(zip(values, returns, strict=True)),
+    )
+
+
+def _in_order(rows: Iterable[int], by_row: ByRow | None) -> list[np.ndarray]:
+    """The arrays of `rows`; none if the objective does not declare this pass."""
+    if not by_row:
+        return []
+    return [by_row[row] for row in rows]
+
+
+def _float32(by_row: Mapping[int, np.ndarray]) -> ByRow:
+    """The arrays in the type of `MiniBatch.estimates`."""
     return {row: values.astype(np.float32) for row, values in by_row.items()}
 
 
 def critic_optimizer(options: OptimizerOptions, lr: float) -> OptimizerOptions:
-    """The policy's `options` with the critic's peak learning rate `lr`."""
-    return options.model_copy(update={"lr": lr, "min_lr": options.min_lr * lr / options.lr})
+    """The policy's `options` with the critic's peak learning rate `lr`.
+
+    The ratio of the lowest to the peak rate stays.
+    """
+    min_lr = options.min_lr * lr / options.lr
+    return options.model_copy(update={"lr": lr, "min_lr": min_lr})
 
 
 def critic_report(policy: UpdateReport | None, critic: UpdateReport) -> UpdateReport:
-    """The report of one update of both models, or of the critic alone during its warm-up (`policy`
-    is None).
+    """The report of one update of both models.
+
+    Args:
+        policy: report of the policy's update; None: during the warm-up the critic alone is updated.
+        critic: report of the critic's update.
     """
     report = policy or UpdateReport(grad_norm=0.0, is_clipped=False, lr=0.0, metrics={})
-    own = {name: value for name, value in critic.metrics.items() if name.startswith("critic/")}
-    own |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}
-    own["critic/clipped_frac"] = float(critic.is_clipped)
-    denominators = {**report.denominators, **critic.denominators}
-    return replace(report, metrics={**report.metrics, **own}, denominators=denominators)
+    metrics = {name: value for name, value in critic.metrics.items() if name.startswith("critic/")}
+    metrics |= {
+        "critic/grad_norm": critic.grad_norm,
+        "critic/lr": critic.lr,
+        "critic/clipped_frac": float(critic.is_clipped),
+    }
+    return replace(
+        report,
+        metrics={**report.metrics, **metrics},
+        denominators={**report.denominators, **critic.denominators},
+    )

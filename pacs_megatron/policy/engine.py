@@ -38,7 +38,7 @@ from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
 from pacs_megatron.policy import precision, schedule, weights
 from pacs_megatron.policy.microbatch import (
-    MAX_LOG_RATIO,
+    MAX_MISMATCH_LOG_RATIO,
     MicroBatch,
     SampleStatistics,
     UpdateLoss,
@@ -69,7 +69,7 @@ class MegatronPolicy:
 
     loss_function = UpdateLoss
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keyword-only, and each from its own section of the config)
         self,
         spec: ModelSpec,
         rank: Rank,
@@ -83,10 +83,28 @@ class MegatronPolicy:
         temperature: float = 1.0,
         offload: OffloadKind = "none",
     ) -> None:
+        """Builds the model with arbitrary weights, and its optimizer.
+
+        Args:
+            spec: the model.
+            rank: this rank.
+            parallel: of the section `parallel`.
+            precision_options: of the section `precision`.
+            optimizer: of the section `optimizer`.
+            clip_grad: maximum global gradient norm; 0 disables clipping.
+            total_updates: planned updates of the run, for the schedule.
+            tokens_per_microbatch: the largest number of tokens in a micro-batch of new plans.
+            temperature: divides the logits.
+            offload: `policy.offload`.
+
+        Raises:
+            ConfigError: if this machine or Megatron-Core does not support the options.
+        """
         machine = precision.inspect_machine()
         precision.check(precision_options, machine)
         if rank.rank == 0:
             logger.info("%s", precision.describe(precision_options, machine))
+
         self.spec = spec
         self.rank = rank
         self.table = weight_table(spec)
@@ -96,7 +114,8 @@ class MegatronPolicy:
         """whether to report the distance between the sampler's and the trainer's log-probs; False
         for demonstrations
         """
-        self.mismatch_threshold = 0.0  # nats, for `mismatch/over_frac`
+        self.mismatch_threshold = 0.0
+        """nats, for `mismatch/over_frac`"""
         self.num_passes: Counter[str] = Counter()
         """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`
         """
@@ -105,21 +124,30 @@ class MegatronPolicy:
         without experts
         """
         self._tokens_per_microbatch = tokens_per_microbatch
+
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
         self._multiple = precision.token_multiple(precision_options) * sequence_multiple
+        """the number of input tokens of a rank in a micro-batch is a multiple of this"""
         if parallel.megatron.tp_comm_overlap:
-            self._multiple = (
-                -(-tokens_per_microbatch // (parallel.cp * self._multiple)) * self._multiple
-            )
+            # The buffers have one size, so every micro-batch is padded to the largest one.
+            num_multiples = -(-tokens_per_microbatch // (parallel.cp * self._multiple))
+            self._multiple *= num_multiples
             precision.start_userbuffers(self.config, self._multiple)
-        fp32_head = precision_options.head == "fp32"
-        dtype = self.config.params_dtype
+
         chunks = build_chunks(
-            spec, self.table.padded_vocab, self.config, machine, rank, fp32_head=fp32_head
+            spec,
+            self.table.padded_vocab,
+            self.config,
+            machine,
+            rank,
+            fp32_head=precision_options.head == "fp32",
         )
         self.chunks = wrap_for_training(chunks, self.config, parallel, machine)
+        for model in self.models:
+            model.temperature = temperature
+
         megatron_options = precision.megatron_options(
-            OptimizerConfig, parallel.megatron, machine, dtype
+            OptimizerConfig, parallel.megatron, machine, self.config.params_dtype
         )
         megatron_options["use_distributed_optimizer"] = parallel.distributed_optimizer
         self.optimizer = Optimizer(
@@ -133,8 +161,6 @@ class MegatronPolicy:
         self.offload = Offload(offload, self.chunks, self.optimizer, rank.device)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.reference: weights.Snapshot | None = None
-        for model in self.models:
-            model.temperature = temperature
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -142,14 +168,16 @@ class MegatronPolicy:
         return [unwrap(chunk) for chunk in self.chunks]
 
     def load_weights(self, read: Callable[[str], Tensor]) -> None:
-        """Fills the model from Hugging Face tensors (`read(name)`), and the optimizer's master
-        weights from the model.
+        """Fills the model from Hugging Face tensors, and the optimizer's master weights from it.
+
+        Args:
+            read: returns one whole tensor by name.
         """
         weights.load(self.models, self.table, read)
         self.optimizer.reload_weights()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) in the table's order, on every rank.
+        """Yields (Hugging Face name, whole tensor) in the table's order, on every rank.
 
         Every rank must iterate to the end.
         """
@@ -157,8 +185,10 @@ class MegatronPolicy:
         return weights.export(self.models, self.table, self.offload.readable)
 
     def take_reference(self, *, reset_optimizer: bool) -> None:
-        """Sets the reference to the current policy; `reset_optimizer` also sets Adam's moments to
-        0.
+        """Sets the reference to the current policy.
+
+        Args:
+            reset_optimizer: also set Adam's moments to 0.
         """
         weights.complete(self.chunks)
         if self.reference is None:
@@ -169,78 +199,138 @@ class MegatronPolicy:
             self.optimizer.reset_moments()
 
     def _batches(self, minibatch: MiniBatch, *, with_tables: bool = False) -> list[MicroBatch]:
+        """This rank's micro-batches of the plan.
+
+        Args:
+            minibatch: with a plan.
+            with_tables: whether micro-batches of whole groups get a table, for coefficients that
+                depend on the forward.
+        """
         together = minibatch.plan.together
-        return [
-            self._batch(minibatch, rows, with_table=with_tables and bool(together[rows].all()))
-            for rows in minibatch.plan.by_dp_rank[self.rank.dp]
-        ]
+        batches = []
+        for rows in minibatch.plan.by_dp_rank[self.rank.dp]:
+            with_table = with_tables and bool(together[rows].all())
+            batches.append(self._batch(minibatch, rows, with_table=with_table))
+        return batches
 
     def _batch(
-        self, minibatch: MiniBatch, rows: np.ndarray, *, with_table: bool = False
+        self,
+        minibatch: MiniBatch,
+        rows: np.ndarray,
+        *,
+        with_table: bool = False,
     ) -> MicroBatch:
         return build_microbatch(
-            minibatch, rows, multiple=self._multiple, device=self.rank.device, with_table=with_table
+            minibatch,
+            rows,
+            multiple=self._multiple,
+            device=self.rank.device,
+            with_table=with_table,
         )
 
+    def _routing(self, routes: Routes | None) -> Routing | None:
+        """The routing of one pass that replays `routes`; None for a model without experts."""
+        if self.spec.moe is None:
+            return None
+        return Routing(self.spec, self.models, routes)
+
     def _forward(
-        self, minibatch: MiniBatch, should_stop: StopTest | None, routing: Routing | None = None
+        self,
+        minibatch: MiniBatch,
+        should_stop: StopTest | None,
+        routing: Routing | None = None,
     ) -> tuple[list[MicroBatch], list[Tensor]]:
-        """This rank's micro-batches and their log-probs [local] (on the last pipeline stage)."""
+        """A forward-only pass.
+
+        Returns:
+            This rank's micro-batches.
+            Their log-probs [local], fp32, nats, on the last pipeline stage; [] elsewhere.
+        """
         batches = self._batches(minibatch)
-        if should_stop is None:
-            return batches, schedule.forward(self.chunks, batches, routing=routing)
-        stoppable = StoppablePass(
-            batches=batches,
-            padding=self._batch(minibatch, np.empty(0, dtype=np.int64)),
-            should_stop=should_stop,
-            num_polls=min(len(own) for own in minibatch.plan.by_dp_rank),
-            # One more than pp, so that data-parallel replicas do not wait for each other.
-            lag=self.rank.layout.pp + 1,
-            group=self.rank.control,
-        )
+        stoppable = None
+        if should_stop is not None:
+            stoppable = StoppablePass(
+                batches=batches,
+                padding=self._batch(minibatch, np.empty(0, dtype=np.int64)),
+                should_stop=should_stop,
+                num_polls=min(len(of_rank) for of_rank in minibatch.plan.by_dp_rank),
+                # One more than pp, so that data-parallel replicas do not wait for each other.
+                lag=self.rank.layout.pp + 1,
+                group=self.rank.control,
+            )
         return batches, schedule.forward(self.chunks, batches, stoppable, routing)
 
     def logprobs(
-        self, minibatch: MiniBatch, source: LogprobSource, should_stop: StopTest | None = None
+        self,
+        minibatch: MiniBatch,
+        source: LogprobSource,
+        should_stop: StopTest | None = None,
     ) -> dict[int, np.ndarray]:
-        """log pi of this rank's samples: row -> float32 [response], nats; empty except on the last
-        pipeline stage.
+        """log pi of this rank's samples.
 
-        Polls `should_stop` at each micro-batch on every rank; raises Interrupted on all ranks after
-        a stop request on one.
+        Args:
+            minibatch: with a plan and this rank's tokens.
+            source: the weights, and whether they are a critic's.
+            should_stop: polled at each micro-batch on every rank; None: never.
+
+        Returns:
+            Row -> float32 [response], nats, on the last pipeline stage; empty elsewhere.
+
+        Raises:
+            Interrupted: on all ranks, after a stop request on one.
         """
         self.num_passes[source] += 1
-        swapped: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        weights_of_source: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if source == "reference":
             assert self.reference is not None, "take_reference comes first"
             weights.complete(self.chunks)
-            swapped = self.reference.swapped_in()
-        given = minibatch.routes if source == "step_start" else None
-        routing = None if source == "reference" else self._routing(given)
-        with swapped:
+            weights_of_source = self.reference.swapped_in()
+
+        # The pass of the reference neither replays nor records experts.
+        replayed = minibatch.routes if source == "step_start" else None
+        routing = None if source == "reference" else self._routing(replayed)
+        with weights_of_source:
             batches, results = self._forward(minibatch, should_stop, routing)
-        self.routes = self.routes if routing is None else given or routing.recorded()
-        found: dict[int, np.ndarray] = {}
+        if routing is not None:
+            self.routes = replayed or routing.recorded()
+
+        logprobs_of_row: dict[int, np.ndarray] = {}
+        # Other stages than the last one have no results.
         for batch, logprobs in zip(batches, results, strict=False):
-            pieces = np.split(
-                batch.gather(logprobs).cpu().numpy(), np.cumsum(batch.response_lens)[:-1]
-            )
-            found.update({int(row): piece for row, piece in zip(batch.rows, pieces, strict=False)})
-        return found
+            ends = np.cumsum(batch.response_lens)
+            pieces = np.split(batch.gather(logprobs).cpu().numpy(), ends[:-1])
+            # A padding micro-batch has no rows, but np.split returns one empty piece.
+            for row, piece in zip(batch.rows, pieces, strict=False):
+                logprobs_of_row[int(row)] = piece
+        return logprobs_of_row
 
     def scores(
-        self, minibatch: MiniBatch, objective: Objective, should_stop: StopTest | None = None
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        should_stop: StopTest | None = None,
     ) -> Tensor:
-        """r_j of the whole mini-batch, float64 [n] on the CPU, the same bits on every rank: a
-        forward-only pass. Raises Interrupted as `logprobs`, and NonFiniteError.
-        """
-        statistics = self._score_pass(minibatch, objective, {"score"}, should_stop)
-        return self._gathered(statistics, minibatch.facts, np.arange(minibatch.facts.num_samples))[
-            "score"
-        ]
+        """r_j of the whole mini-batch, from a forward-only pass.
 
-    def _routing(self, given: Routes | None) -> Routing | None:
-        return None if self.spec.moe is None else Routing(self.spec, self.models, given)
+        Returns:
+            [n], fp64, on the CPU, the same bits on every rank.
+
+        Raises:
+            Interrupted: on all ranks, after a stop request on one.
+            NonFiniteError: on all ranks, if a score is not finite.
+        """
+        return self._scores(minibatch, objective, _all_rows(minibatch.facts), should_stop)
+
+    def _scores(
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        rows: np.ndarray,
+        should_stop: StopTest | None,
+    ) -> Tensor:
+        """Same as `scores`, for a plan of `rows`; NaN for the other samples."""
+        statistics = self._score_pass(minibatch, objective, {"score"}, should_stop)
+        return self._gathered(statistics, minibatch.facts, rows)["score"]
 
     def _score_pass(
         self,
@@ -249,16 +339,20 @@ class MegatronPolicy:
         names: Collection[Statistic],
         should_stop: StopTest | None,
     ) -> SampleStatistics:
+        """The statistics `names` of this rank's samples, from a forward-only pass."""
         self.num_passes["score"] += 1
         statistics = SampleStatistics(names=names)
         routing = self._routing(minibatch.routes)
         with torch.no_grad():
-            for batch, logprobs in zip(
-                *self._forward(minibatch, should_stop, routing), strict=False
-            ):
+            batches, results = self._forward(minibatch, should_stop, routing)
+            # Other stages than the last one have no results.
+            for batch, logprobs in zip(batches, results, strict=False):
                 record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
                 statistics.add(batch, record, objective)
-        self.routes = minibatch.routes or (None if routing is None else routing.recorded())
+
+        self.routes = minibatch.routes
+        if not self.routes:
+            self.routes = None if routing is None else routing.recorded()
         return statistics
 
     def score_noise(
@@ -268,55 +362,89 @@ class MegatronPolicy:
         rows: np.ndarray,
         should_stop: StopTest | None = None,
     ) -> dict[str, float]:
-        """Metrics of the difference of the scores of `rows` (whole groups) between two packings,
-        with equal weights. Forward passes only. Empty if every sample fills a micro-batch, so both
-        packings are the same.
+        """Metrics of the difference of the scores between two packings, with equal weights.
+
+        Forward passes only.
+
+        Args:
+            minibatch: with this rank's tokens.
+            objective: of the scores.
+            rows: int64 [m], the samples to compare, whole groups.
+            should_stop: as in `logprobs`.
+
+        Returns:
+            The metrics; empty if every sample fills a micro-batch, so both packings are the same.
+
+        Raises:
+            Interrupted: on all ranks, after a stop request on one.
+            NonFiniteError: on all ranks, if a score is not finite.
         """
-        facts = minibatch.facts
         plan = self._plan_of(minibatch, rows)
-        if all(len(own) < 2 for batches in plan.by_dp_rank for own in batches):
+        if _has_single_samples_only(plan):
             return {}
+
         # With sequence parallelism an earlier pass recorded this rank's tokens of its own packing
-        # only.
+        # only, so both passes replay the sampler's experts alone.
         routes = None if minibatch.tokens.routes is None else minibatch.routes
         packed = replace(minibatch, index=1, plan=plan, routes=routes)
-        packed = replace(
-            packed, step_start_logprobs=self.logprobs(packed, "step_start", should_stop)
-        )
-        before, after = (
-            self._gathered(self._score_pass(part, objective, {"score"}, should_stop), facts, rows)[
-                "score"
-            ]
-            for part in (packed, replace(packed, plan=one_by_one(plan, self.rank.layout)))
-        )
-        return objective.score_noise(before, after, facts, rows)
+        step_start_logprobs = self.logprobs(packed, "step_start", should_stop)
+        packed = replace(packed, step_start_logprobs=step_start_logprobs)
+        single = replace(packed, plan=one_by_one(plan, self.rank.layout))
+
+        scores_of_packed = self._scores(packed, objective, rows, should_stop)
+        scores_of_single = self._scores(single, objective, rows, should_stop)
+        return objective.score_noise(scores_of_packed, scores_of_single, minibatch.facts, rows)
 
     def _gathered(
-        self, statistics: SampleStatistics, facts: SampleFacts, rows: np.ndarray
+        self,
+        statistics: SampleStatistics,
+        facts: SampleFacts,
+        rows: np.ndarray,
     ) -> dict[Statistic, Tensor]:
-        """float64 [n] of each statistic, the same bits on every rank; NaN outside `rows`.
+        """The statistics of all ranks. Collective.
 
-        The pass must have all `rows`. Raises NonFiniteError on all ranks.
+        Args:
+            statistics: of this rank's samples of a pass.
+            facts: of the mini-batch, n samples.
+            rows: int64 [m], the samples of the pass on all ranks.
+
+        Returns:
+            [n], fp64, on the CPU for each statistic, the same bits on every rank; NaN outside
+            `rows`.
+
+        Raises:
+            NonFiniteError: on all ranks, if a value of `rows` is not finite.
         """
         gathered: dict[Statistic, Tensor] = {}
         for name in sorted(statistics.names):
             values = all_gather_by_index(
                 statistics.by_row(name), facts.num_samples, group=self.rank.control
             )
-            bad = (~torch.isfinite(values[rows])).nonzero()[:, 0].tolist()
-            if bad:
+            is_bad = ~torch.isfinite(values[rows])
+            if is_bad.any():
+                first_bad = int(is_bad.nonzero()[0, 0])
                 raise NonFiniteError(
-                    f"the {name} of sample {facts.ids[rows[bad[0]]]} is not finite; no weight was "
-                    "changed"
+                    f"the {name} of sample {facts.ids[rows[first_bad]]} is not finite; no weight "
+                    "was changed"
                 )
             gathered[name] = values
         return gathered
 
     def with_sample_kl(
-        self, facts: SampleFacts, minibatches: Sequence[MiniBatch], objective: Objective
+        self,
+        facts: SampleFacts,
+        minibatches: Sequence[MiniBatch],
+        objective: Objective,
     ) -> SampleFacts:
-        """The facts of a step with `Objective.sample_kl` of each sample, the same bits on every
-        rank. Collective.
+        """The facts of a step with `Objective.sample_kl` of each sample. Collective.
+
+        Args:
+            facts: of the step, n samples.
+            minibatches: of the step, with step-start and reference log-probs.
+            objective: its `sample_kl` is used.
+
+        Returns:
+            The facts with `kl_to_reference`, the same bits on every rank.
         """
         own: list[dict[int, float]] = []
         for minibatch in minibatches:
@@ -325,25 +453,35 @@ class MegatronPolicy:
             assert starts is not None and references is not None, (
                 "the objective declares both passes"
             )
-            own.append(
-                {row: objective.sample_kl(start, references[row]) for row, start in starts.items()}
-            )
+            kl_of_row = {}
+            for row, start in starts.items():
+                kl_of_row[row] = objective.sample_kl(start, references[row])
+            own.append(kl_of_row)
         return replace(facts, kl_to_reference=self._by_sample(facts, minibatches, own))
 
     def _by_sample(
-        self, facts: SampleFacts, minibatches: Sequence[MiniBatch], own: Sequence[dict[int, float]]
+        self,
+        facts: SampleFacts,
+        minibatches: Sequence[MiniBatch],
+        own: Sequence[dict[int, float]],
     ) -> np.ndarray:
-        """float64 [n], as `facts`, from this rank's rows of each mini-batch.
+        """The values of all ranks in the order of the step. Collective.
 
-        The same bits on every rank. Collective.
+        Args:
+            facts: of the step, n samples.
+            minibatches: of the step.
+            own: row -> value of this rank's samples, for each mini-batch.
+
+        Returns:
+            float64 [n], in the order of `facts`, the same bits on every rank.
         """
-        found: dict[str, float] = {}
+        value_of_id: dict[str, float] = {}
         for minibatch, values in zip(minibatches, own, strict=True):
             gathered = all_gather_by_index(
                 values, minibatch.facts.num_samples, group=self.rank.control
             )
-            found |= zip(minibatch.facts.ids, gathered.tolist(), strict=True)
-        return np.array([found[sample_id] for sample_id in facts.ids])
+            value_of_id.update(zip(minibatch.facts.ids, gathered.tolist(), strict=True))
+        return np.array([value_of_id[sample_id] for sample_id in facts.ids])
 
     def update(
         self,
@@ -355,68 +493,61 @@ class MegatronPolicy:
         """Runs one optimizer update on the whole mini-batch.
 
         Coefficients that depend on this update's log-probs come from the forward of the micro-batch
-        that contains the whole group. A score pass computes those of split groups. Before any
-        weight changes, raises NonFiniteError on every rank if a statistic, coefficient or gradient
-        is not finite, and Interrupted as `logprobs`.
+        that contains the whole group. A score pass computes those of split groups.
+
+        Args:
+            minibatch: with its plan, this rank's tokens and the declared log-probs.
+            objective: of the update.
+            step_inputs: of `Objective.prepare_step`.
+            should_stop: polled during the score pass; None: never.
+
+        Raises:
+            NonFiniteError: on every rank, before any weight changes, if a statistic, coefficient or
+                gradient is not finite.
+            Interrupted: on every rank, before any weight changes, after a stop request on one
+                during the score pass.
         """
         names = objective.statistics(minibatch.index)
-        before: dict[Statistic, Tensor] = {}
         known: dict[str, Tensor] = {}
+        split_statistics: dict[Statistic, Tensor] = {}
         if names:
             minibatch = _with_coupled_rows(minibatch, objective)
-            split = np.flatnonzero(~minibatch.plan.together)
             known = objective.known(minibatch.facts, step_inputs)
-            prepared = Prepared(per_sample={})
-            if len(split):
-                subset = replace(
-                    minibatch, plan=split_groups_only(minibatch.plan, self.rank.layout)
-                )
-                statistics = self._score_pass(subset, objective, names, should_stop)
-                before = self._gathered(statistics, minibatch.facts, split)
-                table = build_table(minibatch.facts, split)
-                of_rows = {name: values[table.rows] for name, values in before.items()}
-                per_sample = coupled(objective, table, of_rows, known, minibatch.facts.num_samples)
-                prepared = Prepared(per_sample=per_sample)
+            split_statistics = self._score_split_groups(minibatch, objective, names, should_stop)
+            if split_statistics:
+                # The update replays the experts of the score pass.
                 minibatch = replace(minibatch, routes=self.routes)
+            prepared = _prepare_split_groups(minibatch, objective, split_statistics, known)
         else:
             prepared = objective.prepare(None, minibatch.facts, step_inputs)
             minibatch = self._without_zero_gradient(minibatch, prepared)
-        for name, values in prepared.per_sample.items():
-            if not bool(torch.isfinite(values).all()):
-                raise NonFiniteError(
-                    f"the objective's '{name}' is not finite; no weight was changed"
-                )
+        _check_finite(prepared)
+
         loss = self.loss_function(
-            prepared=replace(
-                prepared,
-                per_sample={k: v.to(self.rank.device) for k, v in prepared.per_sample.items()},
-            ),
-            known={name: values.to(self.rank.device) for name, values in known.items()},
+            prepared=replace(prepared, per_sample=self._on_device(prepared.per_sample)),
+            known=self._on_device(known),
             objective=objective,
             statistics=SampleStatistics(names=names),
             is_step_start=minibatch.index == 0,
             mismatch_threshold=self.mismatch_threshold,
         )
         reports = self._forward_backward(minibatch, loss)
+
         drift: dict[str, float] = {}
         if names:
-            found = self._gathered(
-                loss.statistics, minibatch.facts, np.arange(minibatch.facts.num_samples)
+            statistics = self._gathered(
+                loss.statistics, minibatch.facts, _all_rows(minibatch.facts)
             )
-            if "score" in before:
-                change = (found["score"] - before["score"])[split].abs().max()
-                drift[f"{objective.name}/score_drift_max"] = float(change)
-            for name, values in before.items():
-                found[name][split] = values[split]
-            ratios = found["sampler_ratio"].numpy() if "sampler_ratio" in found else None
-            facts = replace(minibatch.facts, log_ratio_to_sampler=ratios)
-            prepared = objective.prepare(found.get("score"), facts, step_inputs)
+            drift = _replace_split_groups(statistics, split_statistics, minibatch, objective)
+            prepared = _prepare_with_statistics(minibatch, objective, statistics, step_inputs)
+
         metrics, denominators = self._metrics(prepared, self._sum_reports(reports))
         passes_and_plan = {
             "passes/step_start": float(minibatch.step_start_logprobs is not None),
             "passes/reference": float(minibatch.reference_logprobs is not None),
-            "passes/score": float(bool(before)),
+            "passes/score": float(bool(split_statistics)),
         } | plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout)
+
         norm, lr = self.optimizer.step()
         self.version += 1
         return UpdateReport(
@@ -427,44 +558,92 @@ class MegatronPolicy:
             denominators=denominators | dict.fromkeys(passes_and_plan, 1.0),
         )
 
+    def _score_split_groups(
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        names: Collection[Statistic],
+        should_stop: StopTest | None,
+    ) -> dict[Statistic, Tensor]:
+        """Statistics of the samples whose group is in several micro-batches, from a score pass.
+
+        Returns:
+            [n], fp64, on the CPU for each of `names`; NaN for samples of whole groups. Empty if all
+            groups are whole, and then there is no pass.
+        """
+        split = _split_rows(minibatch)
+        if not len(split):
+            return {}
+
+        plan = split_groups_only(minibatch.plan, self.rank.layout)
+        statistics = self._score_pass(replace(minibatch, plan=plan), objective, names, should_stop)
+        return self._gathered(statistics, minibatch.facts, split)
+
+    def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: values.to(self.rank.device) for name, values in tensors.items()}
+
     def _forward_backward(
-        self, minibatch: MiniBatch, loss: UpdateLoss
+        self,
+        minibatch: MiniBatch,
+        loss: UpdateLoss,
     ) -> list[Mapping[str, Tensor]]:
-        """Computes the gradients of the mini-batch; returns the reports of `loss`."""
+        """Computes the gradients of the mini-batch.
+
+        Returns:
+            The reports of `loss` of this rank's micro-batches on the last pipeline stage; []
+            elsewhere.
+        """
         self.optimizer.zero_grad(self.chunks)
         batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
-        routing = None if minibatch.routes is None else self._routing(minibatch.routes)
+        routing = None
+        if minibatch.routes is not None:
+            routing = self._routing(minibatch.routes)
         return schedule.forward_backward(self.chunks, batches, loss, routing)
 
     def _metrics(
-        self, prepared: Prepared, sums: Mapping[str, float]
+        self,
+        prepared: Prepared,
+        sums: Mapping[str, float],
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """(metrics, their denominators other than the number of samples)"""
-        metrics = {
-            name: value for name, value in sums.items() if not name.startswith(("sum/", "max/"))
-        }
+        """Metrics of an update.
+
+        Args:
+            prepared: of the whole mini-batch.
+            sums: of the reports of the loss, over all ranks.
+
+        Returns:
+            The metrics.
+            Their denominators, if not the number of samples.
+        """
+        metrics = {}
+        for name, value in sums.items():
+            if not name.startswith(("sum/", "max/")):
+                metrics[name] = value
         metrics |= prepared.metrics
         metrics["objective/loss"] = sums["sum/loss"] if prepared.loss is None else prepared.loss
-        if not (num_tokens := sums["sum/tokens"]):
+
+        num_tokens = sums["sum/tokens"]
+        if not num_tokens:
             return metrics, dict(prepared.denominators)
-        entropy = sums["sum/entropy"] / num_tokens
-        logprob = sums["sum/logprob"] / num_tokens
-        by_token = {"policy/entropy": entropy, "policy/logprob_mean": logprob}
+
+        by_token = {
+            "policy/entropy": sums["sum/entropy"] / num_tokens,
+            "policy/logprob_mean": sums["sum/logprob"] / num_tokens,
+        }
         if self.compare_with_sampler:
             by_token |= _mismatch_metrics(sums, num_tokens)
         return metrics | by_token, {**prepared.denominators, **dict.fromkeys(by_token, num_tokens)}
 
     def _without_zero_gradient(self, minibatch: MiniBatch, prepared: Prepared) -> MiniBatch:
-        """The mini-batch without the samples whose gradient is exactly zero, if no earlier pass has
-        used the plan. The coefficients already contain N. After a log-prob pass the plan stays, so
+        """The mini-batch without the samples whose gradient is exactly zero.
+
+        The coefficients already contain N. If a log-prob pass has used the plan, the plan stays, so
         that the shapes stay the same.
         """
         if prepared.zero_gradient is None or minibatch.step_start_logprobs is not None:
             return minibatch
-        return replace(
-            minibatch,
-            plan=self._plan_of(minibatch, np.flatnonzero(~prepared.zero_gradient.numpy())),
-        )
+        rows = np.flatnonzero(~prepared.zero_gradient.numpy())
+        return replace(minibatch, plan=self._plan_of(minibatch, rows))
 
     def _plan_of(self, minibatch: MiniBatch, rows: np.ndarray) -> MicroBatchPlan:
         """A plan of `rows` alone; each sample stays on the rank that has its tokens."""
@@ -477,43 +656,148 @@ class MegatronPolicy:
         )
 
     def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Sums over micro-batches and data-parallel ranks, the same on every rank. Collective."""
-        # Only the last pipeline stage has reports.
+        """Totals over micro-batches and data-parallel ranks, the same on every rank. Collective.
+
+        Args:
+            reports: of this rank's micro-batches on the last pipeline stage; [] elsewhere.
+
+        Returns:
+            Sums, for names `max/...` maxima.
+        """
         names = sorted(reports[0]) if reports else []
         names = broadcast_json(
             names, src=self.rank.model_parallel_ranks[-1], group=self.rank.model_parallel
         )
+
+        totals = torch.zeros(len(names), dtype=torch.float64)
+        largest = torch.zeros(len(names), dtype=torch.float64)
+        # All tensor-parallel ranks have the same reports.
         counted = reports if self.rank.tp == 0 else []
-        totals, largest = torch.zeros(2, len(names), dtype=torch.float64)
         for report in counted:
             values = torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
             totals += values
             largest = torch.maximum(largest, values)
         dist.all_reduce(totals, group=self.rank.control)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.rank.control)
-        pairs = zip(names, totals.tolist(), largest.tolist(), strict=True)
-        return {name: top if name.startswith("max/") else total for name, total, top in pairs}
+
+        sums: dict[str, float] = {}
+        for name, total, top in zip(names, totals.tolist(), largest.tolist(), strict=True):
+            sums[name] = top if name.startswith("max/") else total
+        return sums
 
 
 def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
-    """Distance between trainer and sampler log-probs; means over the `num_tokens` tokens of the
-    update's forward.
+    """Distance between trainer and sampler log-probs.
+
+    Args:
+        sums: of `UpdateLoss._mismatch`, over all ranks.
+        num_tokens: tokens of the update's forward; the metrics are means over them.
     """
+    mean_log_ratio = sums["sum/mismatch_ratio"] / num_tokens
     return {
         "mismatch/logprob_abs_mean": sums["sum/mismatch_abs"] / num_tokens,
         "mismatch/logprob_abs_max": sums["max/mismatch_abs"],
-        "mismatch/ratio": math.exp(min(sums["sum/mismatch_ratio"] / num_tokens, MAX_LOG_RATIO)),
+        "mismatch/ratio": math.exp(min(mean_log_ratio, MAX_MISMATCH_LOG_RATIO)),
         "mismatch/kl": sums["sum/mismatch_kl"] / num_tokens,
         "mismatch/over_frac": sums["sum/mismatch_over"] / num_tokens,
     }
 
 
+def _all_rows(facts: SampleFacts) -> np.ndarray:
+    """int64 [n]"""
+    return np.arange(facts.num_samples)
+
+
+def _split_rows(minibatch: MiniBatch) -> np.ndarray:
+    """int64 [m], samples that do not share a micro-batch with all coupled samples."""
+    return np.flatnonzero(~minibatch.plan.together)
+
+
+def _has_single_samples_only(plan: MicroBatchPlan) -> bool:
+    sizes: list[int] = []
+    for batches in plan.by_dp_rank:
+        sizes += [len(rows) for rows in batches]
+    return max(sizes) < 2
+
+
 def _with_coupled_rows(minibatch: MiniBatch, objective: Objective) -> MiniBatch:
-    """`minibatch` with a plan whose `together` marks the samples that share a micro-batch with all
-    coupled samples. With coupling `sample` that is every sample, because a micro-batch has all
-    tokens of a sample.
+    """The mini-batch with a plan whose `together` follows the objective's coupling.
+
+    `together` marks the samples that share a micro-batch with all coupled samples. With coupling
+    `sample` these are all samples, because a micro-batch has all tokens of a sample.
     """
     if objective.coupling == "group":
         return minibatch
     together = np.full(minibatch.facts.num_samples, objective.coupling != "minibatch")
     return replace(minibatch, plan=replace(minibatch.plan, together=together))
+
+
+def _prepare_split_groups(
+    minibatch: MiniBatch,
+    objective: Objective,
+    statistics: Mapping[Statistic, Tensor],
+    known: Mapping[str, Tensor],
+) -> Prepared:
+    """The coefficients of split groups; 0 for the samples of whole groups.
+
+    Args:
+        minibatch: with its plan.
+        objective: its `couple` computes the coefficients.
+        statistics: [n], fp64 each, of the score pass; empty if all groups are whole.
+        known: [n], fp64 each, of `Objective.known`.
+    """
+    if not statistics:
+        return Prepared(per_sample={})
+    table = build_table(minibatch.facts, _split_rows(minibatch))
+    of_rows = {name: values[table.rows] for name, values in statistics.items()}
+    per_sample = coupled(objective, table, of_rows, known, minibatch.facts.num_samples)
+    return Prepared(per_sample=per_sample)
+
+
+def _check_finite(prepared: Prepared) -> None:
+    for name, values in prepared.per_sample.items():
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(f"the objective's '{name}' is not finite; no weight was changed")
+
+
+def _replace_split_groups(
+    statistics: Mapping[Statistic, Tensor],
+    split_statistics: Mapping[Statistic, Tensor],
+    minibatch: MiniBatch,
+    objective: Objective,
+) -> dict[str, float]:
+    """Replaces the statistics of split groups by those of the score pass, in place.
+
+    The score pass computed the coefficients, so its statistics belong to the true loss.
+
+    Args:
+        statistics: [n], fp64 each, of the update's forward; changed.
+        split_statistics: [n], fp64 each, of the score pass; empty if all groups are whole.
+        minibatch: with its plan.
+        objective: for the name of the metric.
+
+    Returns:
+        The metric of the largest difference of a score between the two passes, if there are two.
+    """
+    split = _split_rows(minibatch)
+    drift: dict[str, float] = {}
+    if "score" in split_statistics:
+        change = (statistics["score"] - split_statistics["score"])[split].abs().max()
+        drift[f"{objective.name}/score_drift_max"] = float(change)
+    for name, values in split_statistics.items():
+        statistics[name][split] = values[split]
+    return drift
+
+
+def _prepare_with_statistics(
+    minibatch: MiniBatch,
+    objective: Objective,
+    statistics: Mapping[Statistic, Tensor],
+    step_inputs: Any,
+) -> Prepared:
+    """Loss and metrics of the whole mini-batch, from its statistics [n], fp64 each."""
+    log_ratios = None
+    if "sampler_ratio" in statistics:
+        log_ratios = statistics["sampler_ratio"].numpy()
+    facts = replace(minibatch.facts, log_ratio_to_sampler=log_ratios)
+    return objective.prepare(statistics.get("score"), facts, step_inputs)

@@ -8,22 +8,29 @@ from torch import Tensor
 
 
 def _newest_amax(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """float32 [tensors] per module with delayed scaling: the row of its amax history that casts
-    write to.
+    """The row of each amax history that casts write to: float32 [tensors], a view.
+
+    Only modules with delayed scaling have histories, one for each direction.
     """
+    for module in _modules(chunks):
+        fp8_meta = getattr(module, "fp8_meta", {})
+        for key in ("scaling_fwd", "scaling_bwd"):
+            history = getattr(fp8_meta.get(key), "amax_history", None)
+            if history is not None:
+                yield history[0]
+
+
+def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     for chunk in chunks:
-        for module in chunk.modules():
-            for key in ("scaling_fwd", "scaling_bwd"):
-                history = getattr(getattr(module, "fp8_meta", {}).get(key), "amax_history", None)
-                if history is not None:
-                    yield history[0]
+        yield from chunk.modules()
 
 
 @contextlib.contextmanager
 def unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restores the state of FP8 after a pass without gradient: the amax histories of delayed
-    scaling, and the queues of recomputation. Transformer Engine fills both, and the next update
-    would compute its scales from them.
+    """Restores the state of FP8 after a pass without gradient.
+
+    The state is the amax histories of delayed scaling and the queues of recomputation. Transformer
+    Engine fills both in every pass, and the next update would compute its scales from them.
     """
     before = {amax.data_ptr(): amax.clone() for amax in _newest_amax(chunks)}
     try:
@@ -32,9 +39,14 @@ def unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for amax in _newest_amax(chunks):
                 saved = before.get(amax.data_ptr())
-                # The first pass creates the state; its newest row starts at 0.
-                amax.zero_() if saved is None else amax.copy_(saved)
-        if any(hasattr(module, "fp8_meta") for chunk in chunks for module in chunk.modules()):
+                if saved is not None:
+                    amax.copy_(saved)
+                else:
+                    # The first pass creates the state; its newest row starts at 0.
+                    amax.zero_()
+
+        # Without a module of Transformer Engine, the package may not be installed.
+        if any(hasattr(module, "fp8_meta") for module in _modules(chunks)):
             from transformer_engine.pytorch import distributed as te
 
             # No backward pass is pending, so all queued entries come from this pass.

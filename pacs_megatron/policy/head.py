@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any
 vocabulary.
 
-The [chunk, v] logits exist for one chunk of positions at a time. The forward pass computes the
+The [c, v / tp] logits exist for one chunk of c positions at a time. The forward pass computes the
 gradients if it knows the derivative of the loss; otherwise the backward pass computes the logits
 again. The vocabulary is split over the tensor-parallel ranks; padded rows have probability 0.
 Hidden states in fp32 and weights in bf16 give fp32 logits.
@@ -19,54 +19,76 @@ from torch import Tensor
 from pacs_megatron.contracts.layout import logits_per_chunk
 
 LossGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(positions, log-probs [c], entropies [c]) -> derivatives of the loss by both, float32 [c]; None:
-none by entropies
+"""Derivatives of the loss for one chunk of c positions.
+
+Args:
+    positions: the chunk, a slice of the t positions.
+    logprobs: [c], fp32, nats.
+    entropies: [c], fp32, nats; None unless the head computes entropies.
+
+Returns:
+    [c], fp32, derivative of the loss by each log-prob.
+    [c], fp32, derivative of the loss by each entropy; None if the loss does not depend on them.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """The arguments that all chunks share."""
+    """The arguments that all chunks share, and the computation of one chunk."""
 
     weight: Tensor
+    """[v / tp, hidden], this rank's rows of the output embedding, padded rows included"""
     vocab_size: int
+    """size of the vocabulary without padding"""
     group: dist.ProcessGroup
+    """tensor-parallel group"""
     temperature: float
     want_entropy: bool
     loss_gradient: LossGradient | None
 
     @property
     def vocab_start(self) -> int:
+        """The token id of this rank's first row."""
         return self.group.rank() * self.weight.shape[0]
 
     @property
     def num_valid(self) -> int:
-        """True tokens among this rank's rows of the vocabulary; padding follows."""
-        return max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start))
+        """Number of this rank's rows that belong to a token; padded rows follow."""
+        remaining = self.vocab_size - self.vocab_start
+        return max(0, min(self.weight.shape[0], remaining))
 
     def chunks(self, num_positions: int) -> list[slice]:
-        """Slices of the positions.
+        """Slices that cover the positions.
 
-        They depend on the device's total memory only: other chunks may change the bits.
+        Their size follows from the device's total memory and this rank's number of rows. It does
+        not follow free memory, because another size may change the bits of the result.
         """
-        device = self.weight.device
-        total = (
-            torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        )
-        size = max(1, logits_per_chunk(total) // self.weight.shape[0])
+        total_bytes = None
+        if self.weight.device.type == "cuda":
+            total_bytes = torch.cuda.get_device_properties(self.weight.device).total_memory
+        size = max(1, logits_per_chunk(total_bytes) // self.weight.shape[0])
         return [slice(start, start + size) for start in range(0, num_positions, size)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [c, v / tp]"""
+        """This rank's logits, divided by the temperature; -inf for padded rows.
+
+        Args:
+            hidden: [c, hidden], in the dtype of the weights or fp32.
+
+        Returns:
+            [c, v / tp], fp32, a new tensor.
+        """
         if hidden.dtype == self.weight.dtype:
             logits = F.linear(hidden, self.weight).float()
         elif self.weight.is_cuda:
             # Splits fp32 hidden states into two bf16 summands, so the weights need no fp32 copy.
             high = hidden.to(self.weight.dtype)
+            low = (hidden - high).to(self.weight.dtype)
             logits = _product(high, self.weight.t())
-            _add_product(logits, (hidden - high).to(self.weight.dtype), self.weight.t())
+            _add_product(logits, low, self.weight.t())
         else:
             logits = F.linear(hidden, self.weight.float())
+
         if self.temperature != 1.0:
             logits = logits / self.temperature
         if self.num_valid < logits.shape[-1]:
@@ -74,25 +96,50 @@ class _Head:
         return logits
 
     def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target in this rank's logits, whether it is one of them)"""
+        """The targets as columns of this rank's logits.
+
+        Args:
+            targets: [c], int64, token ids.
+
+        Returns:
+            [c], int64, the column of each target; another column if another rank has the target.
+            [c], bool, whether this rank has the target.
+        """
         local = targets - self.vocab_start
         inside = (local >= 0) & (local < self.num_valid)
-        return local.clamp(0, max(self.num_valid - 1, 0)), inside
+        columns = local.clamp(0, max(self.num_valid - 1, 0))
+        return columns, inside
 
     def reduce(self, tensor: Tensor, op: Any) -> None:
+        """Reduces `tensor` in place over the tensor-parallel ranks."""
         if self.group.size() > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs, log of the partition function, entropies), [c] each.
+        """Log-probs and entropies of one chunk. Collective over the tensor-parallel ranks.
 
-        With `loss_gradient` keeps `logits`.
+        With z the logits minus their maximum and Z = sum exp z: log p = z_target - log Z and
+        H = log Z - sum (z exp z) / Z.
+
+        Args:
+            logits: [c, v / tp], fp32. Overwritten unless there is a `loss_gradient`, for which the
+                forward pass needs them again.
+            targets: [c], int64, token ids.
+
+        Returns:
+            [c], fp32, log-probs, nats.
+            [c], fp32, log of the partition function of the unshifted logits, nats.
+            [c], fp32, entropies, nats; None unless `want_entropy`.
         """
         top = logits.max(dim=-1).values
         self.reduce(top, dist.ReduceOp.MAX)
-        logits = logits.sub_(top[:, None]) if self.loss_gradient is None else logits - top[:, None]
-        local, inside = self.local_targets(targets)
-        target_logit = logits.gather(1, local[:, None])[:, 0].masked_fill(~inside, 0.0)
+        shift = top[:, None]
+        logits = logits.sub_(shift) if self.loss_gradient is None else logits - shift
+
+        columns, inside = self.local_targets(targets)
+        target_logit = logits.gather(1, columns[:, None])[:, 0].masked_fill(~inside, 0.0)
+
+        # One reduction for all sums.
         if self.want_entropy:
             weights = logits.exp()
             # exp(-inf) * -inf is nan: the sum of p * logit excludes padding.
@@ -101,8 +148,11 @@ class _Head:
         else:
             sums = torch.stack([logits.exp_().sum(-1), target_logit])
         self.reduce(sums, dist.ReduceOp.SUM)
+
         log_sum = sums[0].log()
-        entropy = log_sum - sums[2] / sums[0] if self.want_entropy else None
+        entropy = None
+        if self.want_entropy:
+            entropy = log_sum - sums[2] / sums[0]
         return sums[1] - log_sum, log_sum + top, entropy
 
     def gradient_of_logits(
@@ -113,21 +163,37 @@ class _Head:
         upstream: Tensor,
         by_entropy: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Gradient [c, v / tp] in the weights' dtype; overwrites `logits`.
+        """The gradient of the loss by the logits before the temperature.
 
-        `by_entropy`: (derivatives, entropies).
+        With p the softmax and T the temperature: (upstream * (1[target] - p) + dL/dH * dH/dz) / T,
+        where dH/dz = -p (log p + H).
+
+        Args:
+            logits: [c, v / tp], fp32, of `logits`; overwritten.
+            targets: [c], int64, token ids.
+            log_z: [c], fp32, log of the partition function.
+            upstream: [c], fp32, derivative of the loss by each log-prob.
+            by_entropy: derivatives of the loss by the entropies and the entropies, [c], fp32 each;
+                None if the loss does not depend on the entropies.
+
+        Returns:
+            [c, v / tp], in the dtype of the weights.
         """
-        logits.sub_(log_z[:, None])
+        logits.sub_(log_z[:, None])  # log p
+
         slope = None
         if by_entropy is not None:
-            # dH/dlogit = -p (log p + H). Skips padding, where p = 0 and log p = -inf.
-            slope = logits[:, : self.num_valid] + by_entropy[1][:, None]
-            slope *= (by_entropy[0] / self.temperature)[:, None]
+            of_entropy, entropy = by_entropy
+            # Skips padding, where p = 0 and log p = -inf.
+            slope = logits[:, : self.num_valid] + entropy[:, None]
+            slope *= (of_entropy / self.temperature)[:, None]
+
         gradient = logits.exp_().neg_()
         if slope is not None:
             slope *= gradient[:, : self.num_valid]
-        local, inside = self.local_targets(targets)
-        gradient.scatter_add_(1, local[:, None], inside[:, None].to(gradient.dtype))
+
+        columns, inside = self.local_targets(targets)
+        gradient.scatter_add_(1, columns[:, None], inside[:, None].to(gradient.dtype))
         gradient *= (upstream / self.temperature)[:, None]
         if slope is not None:
             gradient[:, : self.num_valid] += slope
@@ -135,19 +201,28 @@ class _Head:
 
 
 class _Gradients:
-    """Gradients of the hidden states and of the weights, filled chunk by chunk."""
+    """Gradients of the hidden states and of the weights, filled chunk by chunk.
+
+    `of_hidden` is [t, hidden] in the dtype of the hidden states, `of_weight` [v / tp, hidden].
+    """
 
     def __init__(self, head: _Head, hidden: Tensor) -> None:
         self._weight = head.weight
         self.of_hidden = torch.empty_like(hidden)
+
         # Several chunks accumulate in fp32, because bf16 loses small contributions.
         is_one_chunk = len(head.chunks(hidden.shape[0])) <= 1
-        self.of_weight = torch.zeros_like(
-            head.weight, dtype=head.weight.dtype if is_one_chunk else torch.float32
-        )
+        dtype = head.weight.dtype if is_one_chunk else torch.float32
+        self.of_weight = torch.zeros_like(head.weight, dtype=dtype)
 
     def add(self, positions: slice, hidden: Tensor, of_logits: Tensor) -> None:
-        """One chunk: `hidden` [c, h] and the gradient of its logits."""
+        """Adds one chunk.
+
+        Args:
+            positions: of the chunk.
+            hidden: [c, hidden], hidden states of the chunk.
+            of_logits: [c, v / tp], gradient of its logits, in the dtype of the weights.
+        """
         product = torch.matmul if hidden.dtype == of_logits.dtype else _product
         self.of_hidden[positions] = product(of_logits, self._weight)
         _add_product(self.of_weight, of_logits.t(), hidden.to(of_logits.dtype))
@@ -164,7 +239,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`; where `total` is fp32 the product accumulates into it."""
+    """`total += a @ b`; if `total` is fp32, the product accumulates into it."""
     if total.dtype != torch.float32:
         total += a @ b
     elif a.is_cuda and a.dtype != torch.float32:
@@ -174,11 +249,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _ChunkedLogProb(torch.autograd.Function):
+    """`token_logprobs` with its gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: _Head,
     ) -> tuple[Tensor, Tensor]:
-        gradients = None if head.loss_gradient is None else _Gradients(head, hidden)
+        gradients = None
+        if head.loss_gradient is not None:
+            gradients = _Gradients(head, hidden)
+
         logprobs = []
         log_z = []
         entropies = []
@@ -187,43 +271,50 @@ class _ChunkedLogProb(torch.autograd.Function):
             logprob, chunk_log_z, entropy = head.statistics(logits, targets[positions])
             if gradients is not None and head.loss_gradient is not None:
                 upstream, of_entropy = head.loss_gradient(positions, logprob, entropy)
-                by_entropy = (
-                    None if of_entropy is None or entropy is None else (of_entropy, entropy)
-                )
+                by_entropy = None
+                if of_entropy is not None and entropy is not None:
+                    by_entropy = (of_entropy, entropy)
                 of_logits = head.gradient_of_logits(
                     logits, targets[positions], chunk_log_z, upstream, by_entropy
                 )
                 gradients.add(positions, hidden[positions], of_logits)
+
             logprobs.append(logprob)
             log_z.append(chunk_log_z)
             if entropy is not None:
                 entropies.append(entropy)
-        joined = _join(logprobs, hidden)
+
+        all_logprobs = _join(logprobs, hidden)
         all_entropies = _join(entropies, hidden)
+
         ctx.head = head
         if gradients is None:
             ctx.save_for_backward(hidden, targets, _join(log_z, hidden), all_entropies.detach())
         else:
             ctx.save_for_backward(gradients.of_hidden, gradients.of_weight.to(weight.dtype))
-        ctx.set_materialize_grads(False)  # None if the loss does not use the entropies
+        # The backward pass gets None, not zeros, if the loss does not use the entropies.
+        ctx.set_materialize_grads(False)
         if gradients is not None or not head.want_entropy:
             ctx.mark_non_differentiable(all_entropies)
-        return joined, all_entropies
+        return all_logprobs, all_entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         head: _Head = ctx.head
         if head.loss_gradient is not None:
-            return *ctx.saved_tensors, None, None
+            of_hidden, of_weight = ctx.saved_tensors
+            return of_hidden, of_weight, None, None
+
         hidden, targets, log_z, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = grads
         assert of_logprobs is not None
+
         gradients = _Gradients(head, hidden)
         for positions in head.chunks(hidden.shape[0]):
             logits = head.logits(hidden[positions])
-            by_entropy = (
-                None if of_entropies is None else (of_entropies[positions], entropies[positions])
-            )
+            by_entropy = None
+            if of_entropies is not None:
+                by_entropy = (of_entropies[positions], entropies[positions])
             of_logits = head.gradient_of_logits(
                 logits, targets[positions], log_z[positions], of_logprobs[positions], by_entropy
             )
@@ -237,10 +328,12 @@ def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
     Log-probs and entropies need separate tensors, also without rows: a shared one, marked as not
     differentiable, would skip the backward pass of a padding micro-batch, and peers would hang.
     """
-    return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
+    if not chunks:
+        return like.new_zeros(0, dtype=torch.float32)
+    return torch.cat(chunks)
 
 
-def token_logprobs(
+def token_logprobs(  # noqa: PLR0913
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -251,25 +344,28 @@ def token_logprobs(
     want_entropy: bool = False,
     loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` and entropies of the whole distributions, nats.
+    """Log-probs of `targets` and entropies of the whole distributions.
+
+    Collective over the tensor-parallel ranks, in the forward pass.
 
     Args:
-        hidden: [t, hidden], final hidden states of the predicting positions, equal on all
-            tensor-parallel ranks; its
-            gradient is this rank's part (the caller's `copy_to_tensor_model_parallel_region` sums
-            the parts).
+        hidden: [t, hidden], final hidden states of the predicting positions, in the dtype of
+            `weight` or fp32, equal on all tensor-parallel ranks. Its gradient is this rank's part;
+            the caller's `copy_to_tensor_model_parallel_region` sums the parts.
         weight: [v / tp, hidden], this rank's rows of the output embedding, padded rows included.
-        targets: int64 [t], token ids.
-        vocab_size: true size; columns from it on are padding.
+        targets: [t], int64, token ids.
+        vocab_size: size of the vocabulary; rows from it on are padding.
         group: tensor-parallel group.
-        loss_gradient: the derivative of the loss, where a token's derivative depends on no other
-            token's log-prob.
-            Gradients are then computed in the forward pass; the backward pass ignores its input,
-            this derivative.
+        temperature: divides the logits.
+        want_entropy: whether to compute the entropies.
+        loss_gradient: the derivative of the loss, if a token's derivative depends on no other
+            token's log-prob. The forward pass then computes the gradients, and the backward pass
+            returns them and ignores its input, which is this derivative.
 
     Returns:
-        float32 [t] log-probs and float32 [t] entropies (empty unless `want_entropy`), both with
-        gradient.
+        [t], fp32, log-probs, nats, with gradient.
+        [t], fp32, entropies, nats; [0] unless `want_entropy`. They have a gradient unless there is
+        a `loss_gradient`, which covers them.
     """
     head = _Head(
         weight=weight.detach(),
@@ -279,5 +375,7 @@ def token_logprobs(
         want_entropy=want_entropy,
         loss_gradient=loss_gradient,
     )
-    logprobs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, head)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    logprobs, entropies = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, head
+    )
+    return logprobs, entropies

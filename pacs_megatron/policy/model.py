@@ -16,7 +16,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.extensions import transformer_engine as te_extension
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -49,18 +48,23 @@ from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import LossGradient, token_logprobs
 
 _MAX_PADDING_FACTOR = 2.0
-"""Sequences are padded to one batch if that multiplies the tokens by at most this factor; otherwise
-one call each.
+"""The attention pads sequences to one batch if this multiplies the tokens by at most this factor.
+Otherwise it makes one call for each sequence.
 """
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension; its gradient is summed over a
-    sequence-parallel group.
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019).
+
+    Its gradient is summed over a sequence-parallel group.
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_unused: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -73,44 +77,62 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def with_fp32_output(norm: type) -> type:
-    """The final norm of `precision.head: fp32`:
+def norm_with_fp32_output(norm: type) -> type:
+    """A class that builds the final norm of `precision.head: fp32`: Megatron's `norm` with an fp32
+    output.
 
-    Megatron's `norm` with its parameters and state; the output is fp32.
+    Only the forward pass differs: the module's class, parameters and state are those of `norm`.
     """
 
+    # Megatron builds a module by calling a class, and returns a function uncalled. A subclass of
+    # `norm` is not possible: Megatron's TENorm constructs a module of another class.
     class Fp32Output:
         def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
             module = norm(config=config, hidden_size=hidden_size, eps=eps)
-            module.forward = lambda x: F.rms_norm(
-                x.float(), (hidden_size,), module.weight.float(), eps
-            )
+
+            def forward(x: Tensor) -> Tensor:
+                return F.rms_norm(x.float(), (hidden_size,), module.weight.float(), eps)
+
+            module.forward = forward
             return module
 
     return Fp32Output
 
 
-# Context parallelism splits every packed sequence over the ranks in Transformer Engine's order. A
-# sequence of length L (a multiple of 2 cp) is split into 2 cp chunks; rank r has chunks r and 2 cp
-# - 1 - r, so causal attention costs every rank the same.
 def zigzag_index(bounds: Sequence[int], cp: int) -> Tensor:
-    """int64 [cp, t / cp]: positions of each rank, in its local order, of sequences with bounds [n +
-    1].
+    """The positions of each context-parallel rank, in Transformer Engine's order.
+
+    A sequence of length L, a multiple of 2 cp, is split into 2 cp chunks. Rank r has the chunks r
+    and 2 cp - 1 - r, so causal attention costs every rank the same.
+
+    Args:
+        bounds: [sequences + 1], the start of each packed sequence, and the end of the last one.
+        cp: number of context-parallel ranks.
+
+    Returns:
+        int64 [cp, t / cp], positions among the t packed tokens, in the local order of each rank.
     """
     shares: list[list[Tensor]] = [[] for _ in range(cp)]
     for start, stop in itertools.pairwise(bounds):
-        chunks = torch.arange(start, stop).chunk(2 * cp)
         assert (stop - start) % (2 * cp) == 0, "sequences are padded to a multiple of 2 cp"
         if stop == start:
             continue
+        chunks = torch.arange(start, stop).chunk(2 * cp)
         for rank in range(cp):
             shares[rank] += [chunks[rank], chunks[2 * cp - 1 - rank]]
     return torch.stack([torch.cat(share) for share in shares])
 
 
 class _GatherSequence(torch.autograd.Function):
+    """`gather_sequence` with its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        index: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         shares = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(shares, local.contiguous(), group=group)
         full = local.new_empty(index.numel(), *local.shape[1:])
@@ -129,9 +151,17 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[t / cp, ...] of every rank -> [t, ...] in packed order; `index` of `zigzag_index`.
+    """The tokens of all context-parallel ranks. Collective, also in the backward pass.
 
-    Collective; differentiable: backward sums over the ranks and takes the local part.
+    Differentiable: the backward pass sums the gradients over the ranks and takes the local part.
+
+    Args:
+        local: [t / cp, ...], this rank's tokens.
+        index: int64 [cp, t / cp], of `zigzag_index`.
+        group: context-parallel group.
+
+    Returns:
+        [t, ...], in packed order, the same on every rank.
     """
     full: Tensor = _GatherSequence.apply(local, index, group)  # type: ignore[no-untyped-call]
     return full
@@ -157,7 +187,7 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.cp_group = parallel_state.get_context_parallel_group()
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         query: Tensor,
         key: Tensor,
@@ -167,62 +197,86 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv heads, d] -> [t, heads * d]; bounds of
-        sequences: `cu_seqlens_q`.
+        """Attends within each sequence.
+
+        Args:
+            query: [t, heads, d], this rank's packed tokens.
+            key: [t, kv heads, d].
+            value: [t, kv heads, d].
+            attention_mask: unused; the attention is causal.
+            attn_mask_type: unused.
+            attention_bias: unused.
+            packed_seq_params: `cu_seqlens_q` has the bounds of the sequences, over all
+                context-parallel ranks.
+
+        Returns:
+            [t, heads * d].
         """
         assert packed_seq_params is not None, "the policy always packs"
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         cp = self.cp_group.size()
         if cp > 1:
             index = zigzag_index(bounds, cp).to(query.device)
-            query, key, value = (
-                gather_sequence(x, index, self.cp_group) for x in (query, key, value)
-            )
+            query = gather_sequence(query, index, self.cp_group)
+            key = gather_sequence(key, index, self.cp_group)
+            value = gather_sequence(value, index, self.cp_group)
+
         lens = [stop - start for start, stop in itertools.pairwise(bounds)]
-        if len(lens) * max(lens) <= _MAX_PADDING_FACTOR * bounds[-1]:
+        num_padded = len(lens) * max(lens)
+        if num_padded <= _MAX_PADDING_FACTOR * bounds[-1]:
             out = self._padded(query, key, value, lens)
         else:
-            split = (
-                torch.split(x.transpose(0, 1).unsqueeze(0), lens, dim=2)
-                for x in (query, key, value)
-            )
-            parts = [self._attend(*own) for own in zip(*split, strict=True) if own[0].numel()]
-            out = torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+            out = self._one_by_one(query, key, value, lens)
+
         if cp > 1:
             out = out.index_select(0, index[self.cp_group.rank()])
         return out.reshape(out.shape[0], -1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
-        )
-
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, lens: list[int]) -> Tensor:
-        """Attends in one call for all sequences.
+        """Attends in one call for all sequences. [t, heads, d], as `query`.
 
         Padding follows each sequence, so the causal mask hides it.
         """
         num = len(lens)
         longest = max(lens)
-        slot = torch.cat([torch.arange(n) + k * longest for k, n in enumerate(lens)]).to(
-            query.device
-        )
+        slots = [torch.arange(length) + k * longest for k, length in enumerate(lens)]
+        slot = torch.cat(slots).to(query.device)
 
         def pad(x: Tensor) -> Tensor:
+            """[t, heads, d] -> [sequences, heads, longest, d]"""
             padded = x.new_zeros(num * longest, *x.shape[1:]).index_copy(0, slot, x)
             return padded.view(num, longest, *x.shape[1:]).transpose(1, 2)
 
         out = self._attend(pad(query), pad(key), pad(value)).transpose(1, 2)
         return out.reshape(num * longest, *query.shape[1:]).index_select(0, slot)
 
+    def _one_by_one(self, query: Tensor, key: Tensor, value: Tensor, lens: list[int]) -> Tensor:
+        """Attends in one call for each sequence. [t, heads, d], as `query`."""
+
+        def split(x: Tensor) -> Sequence[Tensor]:
+            """[t, heads, d] -> [1, heads, length, d] for each sequence"""
+            return torch.split(x.transpose(0, 1).unsqueeze(0), lens, dim=2)
+
+        parts = []
+        for queries, keys, values in zip(split(query), split(key), split(value), strict=True):
+            if queries.numel():
+                parts.append(self._attend(queries, keys, values))
+        return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[sequences, heads, length, d] from such queries and from keys and values of kv heads."""
+        is_grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=is_grouped
+        )
+
 
 class PolicyModel(GPTModel):
     """Megatron's GPTModel whose last stage returns log-probs of given tokens instead of all logits.
 
-    `labels` [1, t] has the token id that each position predicts, or -1 for none. Returns (log-probs
-    [k], entropies [k]) of the k positions with a label, in order; a critic's are (values, zeros).
-    Without labels it behaves as GPTModel.
+    `labels`, int64 [1, t], has the token id that each position predicts, or -1 for none. The
+    forward pass returns fp32 (log-probs [k], entropies [k]) of the k positions with a label, in
+    order; that of a critic returns (values [k], zeros [k]). Without labels it behaves as GPTModel.
     """
 
     spec: ModelSpec
@@ -237,17 +291,22 @@ class PolicyModel(GPTModel):
             return super()._postprocess(hidden_states, *args, **kwargs)
         if self.spec.head == "value":
             return self._values(hidden_states, labels[0])
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
-        wanted = (labels[0] >= 0).nonzero()[:, 0]
+
+        predicting = (labels[0] >= 0).nonzero()[:, 0]
         return token_logprobs(
-            hidden[:, 0].index_select(0, wanted),
+            hidden[:, 0].index_select(0, predicting),
             weight,
-            labels[0].index_select(0, wanted),
+            labels[0].index_select(0, predicting),
             vocab_size=self.spec.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=self.temperature,
@@ -256,16 +315,26 @@ class PolicyModel(GPTModel):
         )
 
     def _values(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(values [k], zeros [k]): the value before each token, in fp32."""
+        """The values of a critic.
+
+        Args:
+            hidden: [t, 1, hidden], final hidden states; with sequence parallelism this rank's part.
+            labels: int64 [t], -1 for positions without a value.
+
+        Returns:
+            [k], fp32, the value before each of the k tokens.
+            [k], fp32, zeros in place of entropies.
+        """
         if self.config.sequence_parallel:
             # Every tensor-parallel rank computes the whole loss, so each takes its part of the
             # gradient.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False
             )
-        wanted = hidden[:, 0].index_select(0, (labels >= 0).nonzero()[:, 0])
+        predicting = (labels >= 0).nonzero()[:, 0]
+        features = hidden[:, 0].index_select(0, predicting)
         head = self.output_layer
-        values = F.linear(wanted.float(), head.weight.float(), head.bias.float())[:, 0]
+        values = F.linear(features.float(), head.weight.float(), head.bias.float())[:, 0]
         return values, torch.zeros_like(values)
 
 
@@ -275,7 +344,11 @@ def transformer_config(
     options: PrecisionOptions,
     machine: precision.Machine,
 ) -> TransformerConfig:
-    """Megatron's config for this model, layout and precision."""
+    """Megatron's config for this model, layout and precision.
+
+    Raises:
+        ConfigError: if Transformer Engine or Megatron-Core does not support the options.
+    """
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     arguments: dict[str, Any] = {
         "num_layers": spec.num_layers,
@@ -323,19 +396,8 @@ def transformer_config(
         # The interleaved schedule's batched exchange mismatches sends and receives if both
         # neighbours are the same rank (pp = 2). One direction at a time works for any pp.
         arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    recompute = parallel.recompute
-    if recompute.granularity != "none":
-        arguments["recompute_granularity"] = recompute.granularity
-    if recompute.granularity == "full":
-        arguments |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute.granularity == "selective":
-        arguments["recompute_modules"] = list(recompute.modules)
-        without_te = set(recompute.modules) & RECOMPUTED_WITH_TRANSFORMER_ENGINE
-        if machine.transformer_engine is None and without_te:
-            raise ConfigError(
-                f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer "
-                "Engine, which is not installed; remove it, or install transformer-engine 2.11"
-            )
+
+    arguments |= _recompute_arguments(parallel, machine)
     arguments |= precision.megatron_arguments(options, machine)
     arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)
     try:
@@ -346,7 +408,32 @@ def transformer_config(
         ) from error
 
 
+def _recompute_arguments(parallel: ParallelOptions, machine: precision.Machine) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig for `parallel.recompute`."""
+    recompute = parallel.recompute
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+
+    without_te = set(recompute.modules) & RECOMPUTED_WITH_TRANSFORMER_ENGINE
+    if machine.transformer_engine is None and without_te:
+        raise ConfigError(
+            f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer "
+            "Engine, which is not installed; remove it, or install transformer-engine 2.11"
+        )
+    return {
+        "recompute_granularity": recompute.granularity,
+        "recompute_modules": list(recompute.modules),
+    }
+
+
 def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
+    """Megatron's spec of one layer, with Transformer Engine's modules or with local ones."""
     num_experts = None if spec.moe is None else spec.moe.num_experts
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
@@ -354,16 +441,21 @@ def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
             moe_grouped_gemm=spec.moe is not None,
             qk_layernorm=spec.qk_norm,
         )
+
     local = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=num_experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
+            num_experts=num_experts,
+            qk_layernorm=spec.qk_norm,
+            normalization="RMSNorm",
         )
     )
     attention = local.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    local.submodules.input_layernorm = local.submodules.pre_mlp_layernorm = RMSNorm
+    local.submodules.input_layernorm = RMSNorm
+    local.submodules.pre_mlp_layernorm = RMSNorm
     if spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
     if spec.moe is not None:
         # With experts Transformer Engine does not fuse this norm, so its checkpoints use the norm's
         # own name.
@@ -379,26 +471,38 @@ def _block_spec(
     *,
     fp32_head: bool,
 ) -> Any:
+    """Megatron's spec of a chunk's layers and of the model's final norm."""
     transformer_engine = precision.uses_transformer_engine(config.params_dtype, machine)
     layer = _layer_spec(spec, transformer_engine=transformer_engine)
     if transformer_engine and not fp32_head:
         return layer
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+
     norm: Any = te_extension.TENorm if transformer_engine else RMSNorm
-    norm = with_fp32_output(norm) if fp32_head else norm
+    if fp32_head:
+        norm = norm_with_fp32_output(norm)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 def rope_frequencies(spec: ModelSpec) -> Tensor:
-    """float32 [head_dim / 2], radians a position, with the family's scaling (linear or llama3)."""
+    """Angular frequencies of the rotary position embedding (Su et al. 2021), with its scaling.
+
+    `linear` divides every frequency by the factor (position interpolation, Chen et al. 2023).
+    `llama3` divides only those of long wavelengths, with a linear transition (Llama 3.1).
+
+    Returns:
+        [head_dim / 2], fp32, radians a position.
+    """
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequencies = 1.0 / (spec.rope_theta**exponents)
     scaling = spec.rope_scaling
     if scaling is None:
         return frequencies
+
     factor = float(scaling["factor"])
     if scaling["rope_type"] == "linear":
         return frequencies / factor
+
     low = float(scaling["low_freq_factor"])
     high = float(scaling["high_freq_factor"])
     original = float(scaling["original_max_position_embeddings"])
@@ -418,9 +522,19 @@ def build_chunks(
     *,
     fp32_head: bool = False,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks (one, or `vpp`) on its device, with arbitrary weights; bf16 ones in
-    a Float16Module. `fp32_head`: final norm, output layer and log-softmax compute in fp32 in a
-    model with bf16 weights.
+    """This rank's model chunks (one, or `vpp`) on its device, with arbitrary weights.
+
+    Args:
+        spec: the model.
+        padded_vocab: rows of the embedding, padded ones included.
+        config: of `transformer_config`.
+        machine: this rank's accelerator software.
+        rank: this rank.
+        fp32_head: whether the final norm, the output layer and the log-softmax compute in fp32 in a
+            model with bf16 weights.
+
+    Returns:
+        A PolicyModel for each chunk; with bf16 weights inside a Float16Module.
     """
     # megatron-core 0.16: the router tests `te_general_gemm is not None`, a NameError without
     # Transformer Engine.
@@ -430,40 +544,56 @@ def build_chunks(
     # computes no gradient, because the head reads its weight. Transformer Engine's layers have
     # their own kernel.
     layers._grad_accum_fusion_available = True
-    chunks: list[torch.nn.Module] = []
+
     vpp = config.virtual_pipeline_model_parallel_size
-    for stage in range(vpp or 1):
-        vp_stage = stage if vpp else None
-        with cpu_redirects.cuda_type_names():
-            model = PolicyModel(
-                config,
-                _block_spec(spec, config, machine, vp_stage, fp32_head=fp32_head),
-                vocab_size=padded_vocab,
-                max_sequence_length=spec.max_positions,
-                pre_process=parallel_state.is_pipeline_first_stage(
-                    ignore_virtual=vpp is None, vp_stage=vp_stage
-                ),
-                post_process=parallel_state.is_pipeline_last_stage(
-                    ignore_virtual=vpp is None, vp_stage=vp_stage
-                ),
-                share_embeddings_and_output_weights=spec.tied,
-                parallel_output=True,
-                vp_stage=vp_stage,
-                position_embedding_type="rope",
-                rotary_base=spec.rope_theta,  # scaled below
-            )
-        # `Routing` uses each router's own instance.
-        RouterReplay.clear_global_router_replay_instances()
-        model.spec = spec
-        if spec.head == "value" and model.post_process:
-            model.output_layer = torch.nn.Linear(spec.hidden_size, 1, dtype=config.params_dtype)
-        model.model_type = ModelType.encoder_or_decoder
+    vp_stages: Sequence[int | None] = range(vpp) if vpp else [None]
+    chunks: list[torch.nn.Module] = []
+    for vp_stage in vp_stages:
+        block = _block_spec(spec, config, machine, vp_stage, fp32_head=fp32_head)
+        model = _build_model(spec, padded_vocab, config, block, vp_stage)
         model.rotary_pos_emb.inv_freq = rope_frequencies(spec).to(rank.device)
-        for parameter in model.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.to(rank.device)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
     return chunks
+
+
+def _build_model(
+    spec: ModelSpec,
+    padded_vocab: int,
+    config: TransformerConfig,
+    block: Any,
+    vp_stage: int | None,
+) -> PolicyModel:
+    """One chunk, with the attributes that the policy needs."""
+    ignore_virtual = vp_stage is None
+    with cpu_redirects.cuda_type_names():
+        model = PolicyModel(
+            config,
+            block,
+            vocab_size=padded_vocab,
+            max_sequence_length=spec.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=ignore_virtual, vp_stage=vp_stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=ignore_virtual, vp_stage=vp_stage
+            ),
+            share_embeddings_and_output_weights=spec.tied,
+            parallel_output=True,
+            vp_stage=vp_stage,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,  # `build_chunks` scales the frequencies
+        )
+    # `Routing` uses each router's own instance.
+    RouterReplay.clear_global_router_replay_instances()
+
+    model.spec = spec
+    model.model_type = ModelType.encoder_or_decoder
+    if spec.head == "value" and model.post_process:
+        model.output_layer = torch.nn.Linear(spec.hidden_size, 1, dtype=config.params_dtype)
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model
 
 
 def wrap_for_training(
@@ -472,9 +602,9 @@ def wrap_for_training(
     parallel: ParallelOptions,
     machine: precision.Machine,
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP with fp32 gradient buffers.
+    """The chunks in Megatron's DDP with fp32 gradient buffers.
 
-    Averaging is off: `calculate_per_token_loss` makes it a sum.
+    `calculate_per_token_loss` makes its reduction a sum instead of a mean.
     """
     options = precision.megatron_options(
         DistributedDataParallelConfig, parallel.megatron, machine, config.params_dtype
@@ -486,13 +616,15 @@ def wrap_for_training(
         average_in_collective=False,
         **options,
     )
+
     overlap = ddp_config.overlap_grad_reduce
-    wrapped = [
-        DistributedDataParallel(
-            config, ddp_config, chunk, disable_bucketing=index > 0 and not overlap
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        disable_bucketing = index > 0 and not overlap
+        wrapped.append(
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=disable_bucketing)
         )
-        for index, chunk in enumerate(chunks)
-    ]
+
     if overlap:
         # Gradients are reduced in the backward pass of the last micro-batch only.
         no_sync = [chunk.no_sync for chunk in wrapped]

@@ -17,11 +17,14 @@ from pacs_megatron.policy.optimizer import Optimizer
 from pacs_megatron.policy.weights import complete, pin
 
 _ALIGNMENT = 256
+"""bytes; the copy of every storage starts at a multiple"""
 
 
 class Offload:
-    """`optimizer` moves fp32 weights and moments, and frees the gradients without a copy (each
-    update overwrites them); `all` also moves the weights.
+    """Moves the state of one model between the device and the host.
+
+    `optimizer` moves fp32 weights and moments, and frees the gradients without a copy (each update
+    overwrites them); `all` also moves the weights.
     """
 
     def __init__(
@@ -31,60 +34,104 @@ class Offload:
         optimizer: Optimizer,
         device: torch.device,
     ) -> None:
+        """The state is on the device.
+
+        Args:
+            kind: `policy.offload`; `none` never moves anything.
+            chunks: this rank's model chunks.
+            optimizer: of these chunks.
+            device: of the chunks.
+        """
         self._kind = kind
         self._chunks = chunks
         self._optimizer = optimizer
         self._device = device
         self.host = torch.empty(0, dtype=torch.uint8)
+        """all copies, one after the other"""
         self._moved: dict[int, tuple[UntypedStorage, Tensor]] = {}
         """identity of a storage -> the storage, and the bytes of its copy in `host`"""
         self._freed: list[tuple[UntypedStorage, int]] = []
-        self._shown: list[
-            tuple[Tensor, Tensor]
-        ] = []  # (optimizer's tensor, its data on the device)
+        """storages without a copy, and their bytes on the device"""
+        self._shown: list[tuple[Tensor, Tensor]] = []
+        """tensors of the optimizer that refer to the host copy, and their data on the device"""
 
     @torch.no_grad()
     def to_host(self) -> None:
         """Moves the state to host memory, if it is on the device.
 
-        Raises PacsError if host memory cannot be pinned.
+        Raises:
+            PacsError: if host memory cannot be pinned.
         """
         if self._kind == "none" or self._moved:
             return
         complete(self._chunks)
         self._optimizer.megatron.zero_grad()
-        weights = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
-        of_weights = _storages(weights)
-        mine = {id(parameter) for parameter in weights}
-        state = [
-            t
-            for t in self._optimizer.tensors()
-            if t.device.type == self._device.type and id(t) not in mine
-        ]
-        moved = of_weights | _storages(state) if self._kind == "all" else _storages(state)
-        if self._kind != "all":
-            moved = {key: storage for key, storage in moved.items() if key not in of_weights}
-        sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in moved.values()]
-        if self.host.numel() < sum(sizes):
-            self.host = torch.empty(sum(sizes), dtype=torch.uint8)
-            if self._device.type == "cuda":
-                pin(self.host, f"policy.offload={self._kind}")
-        for (key, storage), place in zip(
-            moved.items(), torch.split(self.host[: sum(sizes)], sizes), strict=True
-        ):
-            self._moved[key] = storage, place[: storage.nbytes()]
-            self._moved[key][1].copy_(self._bytes(storage), non_blocking=True)
-        self._wait()
+
+        weights: list[Tensor] = []
+        for chunk in self._chunks:
+            weights += chunk.parameters()
+        state = self._optimizer_state(weights)
+
+        self._copy_to_host(self._storages_to_move(weights, state))
         for tensor in state:
             if tensor.untyped_storage()._cdata in self._moved:
                 self._shown.append((tensor, tensor.detach()))
                 tensor.data = self.readable(tensor)
-        gradients = [
-            parameter.main_grad for parameter in weights if hasattr(parameter, "main_grad")
-        ]
-        self._freed = [(storage, storage.nbytes()) for storage in _storages(gradients).values()]
-        for storage, _ in (*self._moved.values(), *self._freed):
+
+        gradients = [weight.main_grad for weight in weights if hasattr(weight, "main_grad")]
+        freed = _storages(gradients).values()
+        self._freed = [(storage, storage.nbytes()) for storage in freed]
+
+        for storage, _ in self._moved.values():
             storage.resize_(0)
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def _optimizer_state(self, weights: list[Tensor]) -> list[Tensor]:
+        """The optimizer's tensors on the device that are not the weights themselves."""
+        is_weight = {id(weight) for weight in weights}
+        state = []
+        for tensor in self._optimizer.tensors():
+            if tensor.device.type == self._device.type and id(tensor) not in is_weight:
+                state.append(tensor)
+        return state
+
+    def _storages_to_move(
+        self,
+        weights: list[Tensor],
+        state: list[Tensor],
+    ) -> dict[int, UntypedStorage]:
+        """The storages of the state; those of the weights exactly if `all` is set.
+
+        A tensor of the optimizer may share its storage with a weight.
+
+        Returns:
+            Identity of a storage -> the storage.
+        """
+        of_weights = _storages(weights)
+        of_state = _storages(state)
+        if self._kind == "all":
+            return of_weights | of_state
+        return {key: storage for key, storage in of_state.items() if key not in of_weights}
+
+    def _copy_to_host(self, storages: dict[int, UntypedStorage]) -> None:
+        """Copies the storages into `host` and records them in `_moved`."""
+        sizes = []
+        for storage in storages.values():
+            num_blocks = -(-storage.nbytes() // _ALIGNMENT)
+            sizes.append(num_blocks * _ALIGNMENT)
+        num_bytes = sum(sizes)
+        if self.host.numel() < num_bytes:
+            self.host = torch.empty(num_bytes, dtype=torch.uint8)
+            if self._device.type == "cuda":
+                pin(self.host, f"policy.offload={self._kind}")
+
+        places = torch.split(self.host[:num_bytes], sizes)
+        for (key, storage), place in zip(storages.items(), places, strict=True):
+            copy = place[: storage.nbytes()]
+            copy.copy_(self._bytes(storage), non_blocking=True)
+            self._moved[key] = (storage, copy)
+        self._wait()
 
     @torch.no_grad()
     def to_device(self) -> None:
@@ -98,6 +145,7 @@ class Offload:
             storage.resize_(copy.numel())
             self._bytes(storage).copy_(copy, non_blocking=True)
         self._wait()
+
         for tensor, data in self._shown:
             tensor.data = data
         self._freed = []
@@ -105,16 +153,26 @@ class Offload:
         self._shown = []
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """The tensor's values: itself, or while it is off-loaded a view of the host copy."""
-        found = self._moved.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        """The tensor's values: the tensor itself, or a view of the host copy.
+
+        Args:
+            tensor: of the model or the optimizer, on the device or off-loaded.
+
+        Returns:
+            A tensor of the same shape, strides and dtype.
+        """
+        moved = self._moved.get(tensor.untyped_storage()._cdata)
+        if moved is None:
             return tensor
-        values = found[1].view(tensor.dtype)  # as_strided counts from the start of `host`
-        return values.as_strided(
-            tensor.size(), tensor.stride(), values.storage_offset() + tensor.storage_offset()
-        )
+
+        _, copy = moved
+        values = copy.view(tensor.dtype)
+        # as_strided counts from the start of `host`.
+        offset = values.storage_offset() + tensor.storage_offset()
+        return values.as_strided(tensor.size(), tensor.stride(), offset)
 
     def _bytes(self, storage: UntypedStorage) -> Tensor:
+        """uint8 [bytes], a view of the whole storage."""
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def _wait(self) -> None:
@@ -123,4 +181,9 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    """Identity of a storage -> the storage, of all tensors."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+    return storages

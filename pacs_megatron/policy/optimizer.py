@@ -20,7 +20,7 @@ from pacs_megatron.parallel import cpu_redirects
 
 
 class Optimizer:
-    """One optimizer update per call of `step`."""
+    """Adam and the schedule of one model on this rank; one update per call of `step`."""
 
     def __init__(
         self,
@@ -32,6 +32,16 @@ class Optimizer:
         total_updates: int,
         megatron_options: Mapping[str, Any],
     ) -> None:
+        """Builds Megatron's optimizer with moments of 0. Collective.
+
+        Args:
+            options: of the section `optimizer`.
+            chunks: this rank's model chunks.
+            config: Megatron's config of the model.
+            clip_grad: maximum global gradient norm; 0 disables clipping.
+            total_updates: planned updates of the run.
+            megatron_options: further fields of Megatron's OptimizerConfig.
+        """
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=options.lr,
@@ -43,8 +53,8 @@ class Optimizer:
             clip_grad=clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            # Checkpoints have fp32 weights, so every optimizer reads the checkpoints of every other
-            # one.
+            # Checkpoints have fp32 weights, so every optimizer can read the checkpoints of every
+            # other optimizer.
             store_param_remainders=False,
             **megatron_options,
         )
@@ -54,19 +64,22 @@ class Optimizer:
             )
         self._clip_grad = clip_grad
         self._create_state()
+
+        # The last update uses min_lr. A min_lr of 0 comes one update later: a rate of 0 changes
+        # nothing.
+        num_updates = max(total_updates, 1)
+        decay_updates = num_updates + 1 if options.min_lr == 0 else num_updates
         self.schedule = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
             max_lr=options.lr,
             min_lr=options.lr if options.schedule == "constant" else options.min_lr,
             lr_warmup_steps=min(options.warmup_updates, max(total_updates - 1, 0)),
-            # The last update uses min_lr. A min_lr of 0 comes one update later: a rate of 0 changes
-            # nothing.
-            lr_decay_steps=max(total_updates, 1) + (options.min_lr == 0),
+            lr_decay_steps=decay_updates,
             lr_decay_style=options.schedule,
             start_wd=options.weight_decay,
             end_wd=options.weight_decay,
-            wd_incr_steps=max(total_updates, 1),
+            wd_incr_steps=num_updates,
             wd_incr_style="constant",
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
@@ -82,42 +95,48 @@ class Optimizer:
         yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def adams(self) -> Iterator[Any]:
-        """The optimizers inside Megatron's; one that is partly off-loaded to the CPU has several."""
+        """The optimizers inside Megatron's.
+
+        One that is partly off-loaded to the CPU has several.
+        """
         for part in self.optimizers():
             if part.optimizer is not None:
                 yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and Adam's state of this rank; in fp32 the master weights are the model's
-        own parameters.
+        """Master weights and Adam's state of this rank.
+
+        In fp32 the master weights are the model's own parameters.
         """
         for adam in self.adams():
             for group in adam.param_groups:
                 yield from group["params"]
-            yield from (
-                value
-                for state in adam.state.values()
-                for value in state.values()
-                if torch.is_tensor(value)
-            )
+            for state in adam.state.values():
+                for value in state.values():
+                    if torch.is_tensor(value):
+                        yield value
 
     def advance_schedule(self, position: int) -> None:
-        """Moves the schedule to `position`, in planned updates; a step with too few groups skips
-        some of its updates.
+        """Moves the schedule forward to `position`, in planned updates.
+
+        A step with too few groups skips some of its updates, and the schedule counts them too.
         """
-        self.schedule.step(increment=max(0, position - self.num_updates))
+        missing = max(0, position - self.num_updates)
+        self.schedule.step(increment=missing)
 
     @property
     def adam_step(self) -> int:
         """Number of Adam's updates since its moments were 0, for the bias correction."""
-        entries = (
-            entry for adam in self.adams() for entry in (*adam.state.values(), *adam.param_groups)
-        )
-        return max((int(entry.get("step", 0)) for entry in entries), default=0)
+        largest = 0
+        for adam in self.adams():
+            for entry in (*adam.state.values(), *adam.param_groups):
+                largest = max(largest, int(entry.get("step", 0)))
+        return largest
 
     def set_adam_step(self, step: int) -> None:
-        """Inverse of `adam_step`. torch's AdamW counts per parameter, a fused Adam per parameter
-        group.
+        """Inverse of `adam_step`.
+
+        torch's AdamW counts per parameter, a fused Adam per parameter group.
         """
         for adam in self.adams():
             for group in adam.param_groups:
@@ -130,21 +149,17 @@ class Optimizer:
     def _create_state(self) -> None:
         """Creates the moments, so a checkpoint of step 0 has the same tensors as any other."""
         for adam in self.adams():
-            for parameter in (
-                parameter for group in adam.param_groups for parameter in group["params"]
-            ):
-                state = adam.state[parameter]
-                if not state and getattr(adam, "master_weights", False):
-                    adam.initialize_state(parameter, store_param_remainders=False)
-                elif not state:
-                    state["exp_avg"] = torch.zeros_like(parameter.data)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    _create_moments(adam, parameter)
         self.set_adam_step(0)
         self.share_state(is_loaded=False)
 
     def share_state(self, *, is_loaded: bool = True) -> None:
-        """Copies the state of a partly off-loaded optimizer to or from the second record that
-        checkpoints use.
+        """Copies the state of a partly off-loaded optimizer to the second record of checkpoints.
+
+        Args:
+            is_loaded: copy from the second record first, because a checkpoint has filled it.
         """
         for part in self.optimizers():
             if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -157,14 +172,14 @@ class Optimizer:
         self.megatron.reload_model_params()
         for adam in self.adams():
             for parameter, state in adam.state.items():
+                # Megatron does not reload the master weights of FusedAdam.
                 if "master_param" in state and state["master_param"] is not parameter:
-                    state["master_param"].copy_(
-                        parameter.detach()
-                    )  # Megatron does not reload FusedAdam's
+                    state["master_param"].copy_(parameter.detach())
 
     def reset_moments(self) -> None:
-        """Sets Adam's moments and step to 0 (after a reference reset); master weights and schedule
-        stay.
+        """Sets Adam's moments and step to 0, after a reset of the reference.
+
+        Master weights and schedule stay.
         """
         for adam in self.adams():
             for state in adam.state.values():
@@ -173,16 +188,21 @@ class Optimizer:
         self.set_adam_step(0)
 
     def zero_grad(self, chunks: list[DistributedDataParallel]) -> None:
+        """Sets the gradient buffers to 0, before a forward_backward."""
         for chunk in chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     @torch.no_grad()
     def step(self) -> tuple[float, float]:
-        """Clips by the global norm and updates.
+        """Clips by the global norm and updates the weights. Collective.
 
-        Returns (norm before clipping, learning rate). Collective. Raises NonFiniteError on every
-        rank, before any weight changes, when the norm is not finite.
+        Returns:
+            The gradient norm before clipping.
+            The learning rate of this update.
+
+        Raises:
+            NonFiniteError: on every rank, before any weight changes, if the norm is not finite.
         """
         found_inf = self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
@@ -192,11 +212,15 @@ class Optimizer:
                 "check the last rows of metrics.jsonl (score drift, lengths), lower optimizer.lr, "
                 "or train in fp32 to find the cause"
             )
+
+        # The schedule sets the rate of this update, so it moves first.
         self.schedule.step(increment=1)
         if self.clips(norm):
             self._scale_gradients(self._clip_grad / (norm + 1e-6))
         self.megatron.step_with_ready_grads()
-        return norm, float(self.schedule.get_lr(self.megatron.param_groups[0]))
+
+        lr = self.schedule.get_lr(self.megatron.param_groups[0])
+        return norm, float(lr)
 
     def clips(self, norm: float) -> bool:
         """Whether an update whose gradient has this global norm is scaled down."""
@@ -206,8 +230,22 @@ class Optimizer:
         for part in self.optimizers():
             # The precision-aware optimizer's gradient has another type than its weight.
             name = "decoupled_grad" if part.config.use_precision_aware_optimizer else "grad"
-            gradients = [
-                g for p in part.get_parameters() if (g := getattr(p, name, None)) is not None
-            ]
+            gradients = []
+            for parameter in part.get_parameters():
+                gradient = getattr(parameter, name, None)
+                if gradient is not None:
+                    gradients.append(gradient)
             if gradients:
                 torch._foreach_mul_(gradients, factor)
+
+
+def _create_moments(adam: Any, parameter: torch.Tensor) -> None:
+    """Creates the state of one parameter, if it has none."""
+    state = adam.state[parameter]
+    if state:
+        return
+    if getattr(adam, "master_weights", False):
+        adam.initialize_state(parameter, store_param_remainders=False)
+    else:
+        state["exp_avg"] = torch.zeros_like(parameter.data)
+        state["exp_avg_sq"] = torch.zeros_like(parameter.data)

@@ -9,23 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pacs_megatron.config.schema import MegatronOptions, PrecisionOptions
+from pacs_megatron.config.schema import Fp8Options, MegatronOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.environment import installed
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_TE_RANGES = {(0, 16): ((2, 9), (2, 12)), (0, 19): ((2, 14), (2, 21))}
-"""megatron-core -> Transformer Engine from, below: what each one requires (its pyproject and its
-imports).
+Version = tuple[int, int]
+"""(major, minor)"""
+
+_TE_RANGES: dict[Version, tuple[Version, Version]] = {
+    (0, 16): ((2, 9), (2, 12)),
+    (0, 19): ((2, 14), (2, 21)),
+}
+"""oldest megatron-core -> the Transformer Engine that it requires (its pyproject and its imports):
+from the first version, below the second one
 """
-_NEEDS = {
+_FP8_NEEDS: dict[str, tuple[Version, Version, Version]] = {
     "delayed": ((2, 1), (8, 9), (0, 0)),
     "tensorwise": ((2, 2), (8, 9), (0, 0)),
     "blockwise": ((2, 3), (9, 0), (12, 9)),
 }
 """FP8 recipe -> oldest Transformer Engine, compute capability and CUDA"""
+_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""`exp_avg_dtype` and `exp_avg_sq_dtype` -> type of Adam's moments"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +41,22 @@ class Machine:
     """Accelerator software that this process can use."""
 
     cuda: bool
-    capability: tuple[int, int] | None  # compute capability of the current device
-    cuda_version: tuple[int, int] | None
-    transformer_engine: tuple[int, int] | None  # (major, minor), None when it is not installed
-    apex: bool  # NVIDIA Apex's fused kernels are importable
-    megatron: tuple[int, int]  # (major, minor) of megatron-core
-    foreign_apex: (
-        bool  # a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)
-    )
+    """whether torch can use a GPU"""
+    capability: Version | None
+    """compute capability of the current device"""
+    cuda_version: Version | None
+    """of CUDA that torch was built with"""
+    transformer_engine: Version | None
+    """None if it is not installed"""
+    apex: bool
+    """whether NVIDIA Apex's fused kernels are importable"""
+    megatron: Version
+    """of megatron-core"""
+    foreign_apex: bool
+    """whether a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
 
 
-def _pair(version: str | None) -> tuple[int, int] | None:
+def _parse(version: str | None) -> Version | None:
     if version is None:
         return None
     major, minor, *_ = version.split(".")
@@ -53,18 +66,16 @@ def _pair(version: str | None) -> tuple[int, int] | None:
 def inspect_machine() -> Machine:
     """Inspects this machine without importing the packages."""
     cuda = torch.cuda.is_available()
-    has_apex_name, has_apex_kernels = (
-        importlib.util.find_spec(name) is not None for name in ("apex", "amp_C")
-    )
+    has_apex_name = importlib.util.find_spec("apex") is not None
+    has_apex_kernels = importlib.util.find_spec("amp_C") is not None
+    engine = installed("transformer-engine") or installed("transformer-engine-torch")
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
-        cuda_version=_pair(torch.version.cuda),
-        transformer_engine=_pair(
-            installed("transformer-engine") or installed("transformer-engine-torch")
-        ),
+        cuda_version=_parse(torch.version.cuda),
+        transformer_engine=_parse(engine),
         apex=has_apex_name and has_apex_kernels,
-        megatron=_pair(installed("megatron-core")) or (0, 16),
+        megatron=_parse(installed("megatron-core")) or (0, 16),
         foreign_apex=has_apex_name and not has_apex_kernels,
     )
 
@@ -78,89 +89,118 @@ def uses_transformer_engine(dtype: torch.dtype, machine: Machine) -> bool:
 
 
 def check(options: PrecisionOptions, machine: Machine) -> None:
-    """Raises ConfigError, with the reason, if this GPU, CUDA or Transformer Engine does not support
-    `options`.
+    """Checks that this machine supports `options`.
+
+    Raises:
+        ConfigError: with the reason, if this GPU, CUDA or Transformer Engine does not.
     """
     if machine.cuda and machine.transformer_engine is not None:
-        megatron = max(version for version in _TE_RANGES if version <= machine.megatron)
-        low, high = _TE_RANGES[megatron]
-        if not low <= machine.transformer_engine < high:
-            raise ConfigError(
-                f"Transformer Engine {_text(machine.transformer_engine)} is not supported by "
-                "megatron-core "
-                f"{_text(megatron)}, which needs >= {_text(low)} and < {_text(high)}; install "
-                "such a transformer-engine"
-            )
-    if options.fp8 is None:
-        return
-    where = f"precision.fp8.recipe={options.fp8.recipe}"
-    edges = options.fp8.first_last_layers_bf16
-    if options.fp8.recipe == "delayed" and edges:
+        _check_transformer_engine(machine.transformer_engine, machine.megatron)
+    if options.fp8 is not None:
+        _check_fp8(options.fp8, machine)
+
+
+def _check_transformer_engine(engine: Version, megatron: Version) -> None:
+    required_by = max(version for version in _TE_RANGES if version <= megatron)
+    low, high = _TE_RANGES[required_by]
+    if not low <= engine < high:
         raise ConfigError(
-            f"precision.fp8.first_last_layers_bf16={edges} cannot be combined with {where}: "
-            "all layers share its scales; set it to 0 or use recipe tensorwise or blockwise"
+            f"Transformer Engine {_text(engine)} is not supported by megatron-core "
+            f"{_text(required_by)}, which needs >= {_text(low)} and < {_text(high)}; install such "
+            "a transformer-engine"
+        )
+
+
+def _check_fp8(fp8: Fp8Options, machine: Machine) -> None:
+    option = f"precision.fp8.recipe={fp8.recipe}"
+    num_bf16_layers = fp8.first_last_layers_bf16
+    if fp8.recipe == "delayed" and num_bf16_layers:
+        raise ConfigError(
+            f"precision.fp8.first_last_layers_bf16={num_bf16_layers} cannot be combined with "
+            f"{option}: all layers share its scales; set it to 0 or use recipe tensorwise or "
+            "blockwise"
         )
     if not machine.cuda:
         raise ConfigError(
-            f"{where} needs a CUDA GPU, but none was found; remove precision.fp8 to train in bf16 "
+            f"{option} needs a CUDA GPU, but none was found; remove precision.fp8 to train in bf16 "
             "or fp32"
         )
     if machine.transformer_engine is None:
         raise ConfigError(
-            f"{where} needs Transformer Engine, which is not installed; install "
+            f"{option} needs Transformer Engine, which is not installed; install "
             "transformer-engine 2.11"
         )
-    engine, capability, cuda = _NEEDS[options.fp8.recipe]
-    for name, needed, found, owner in (
+
+    engine, capability, cuda = _FP8_NEEDS[fp8.recipe]
+    requirements = (
         ("Transformer Engine", engine, machine.transformer_engine, "this is"),
         ("compute capability", capability, machine.capability, "this GPU has"),
         ("CUDA", cuda, machine.cuda_version, "torch was built with"),
-    ):
-        if found is None or found < needed:
-            have = "unknown" if found is None else _text(found)
+    )
+    for name, oldest, present, owner in requirements:
+        if present is None or present < oldest:
+            version = "unknown" if present is None else _text(present)
             raise ConfigError(
-                f"{where} needs {name} >= {_text(needed)}, {owner} {have}; change it or remove "
+                f"{option} needs {name} >= {_text(oldest)}, {owner} {version}; change it or remove "
                 "precision.fp8"
             )
 
 
-def _text(version: tuple[int, int]) -> str:
+def _text(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
 def describe(options: PrecisionOptions, machine: Machine) -> str:
     """One line for the log: the layers and optimizer in use, and missing packages."""
-    fp8 = "off" if options.fp8 is None else f"{options.fp8.recipe}/{options.fp8.format}"
-    engine = machine.transformer_engine
-    if not machine.cuda:
-        used = "local layers, torch AdamW"
-        missing = "no CUDA"
+    fp8 = "off"
+    if options.fp8 is not None:
+        fp8 = f"{options.fp8.recipe}/{options.fp8.format}"
+
+    if machine.cuda:
+        used = f"{_layers(options, machine)}, FusedAdam of {_fused_adam(machine)}"
     else:
-        has = {"Transformer Engine": engine is not None, "NVIDIA Apex": machine.apex}
-        missing = ", ".join(name for name, is_present in has.items() if not is_present)
-        used = (
-            "local layers"
-            if engine is None
-            else "local layers (Transformer Engine's attention has no fp32)"
-        )
-        if engine is not None and options.dtype == "bf16":
-            used = f"Transformer Engine {_text(engine)}"
-        optimizer = (
-            "Transformer Engine"
-            if engine is not None
-            else "Apex"
-            if machine.apex
-            else "torch (AdamW)"
-        )
-        used += f", FusedAdam of {optimizer}"
-    line = f"precision {options.dtype}, fp8 {fp8}; using {used}" + (
-        f"; missing: {missing}" if missing else ""
-    )
+        used = "local layers, torch AdamW"
+    line = f"precision {options.dtype}, fp8 {fp8}; using {used}"
+
+    missing = _missing(machine)
+    if missing:
+        line += f"; missing: {', '.join(missing)}"
     if machine.foreign_apex:
         line += (
             "; the installed package 'apex' is PyPI's web toolkit, not NVIDIA Apex: uninstall it"
         )
     return line
+
+
+def _layers(options: PrecisionOptions, machine: Machine) -> str:
+    """The layers on a machine with CUDA."""
+    engine = machine.transformer_engine
+    if engine is None:
+        return "local layers"
+    if options.dtype == "bf16":
+        return f"Transformer Engine {_text(engine)}"
+    return "local layers (Transformer Engine's attention has no fp32)"
+
+
+def _fused_adam(machine: Machine) -> str:
+    """The package of the optimizer on a machine with CUDA."""
+    if machine.transformer_engine is not None:
+        return "Transformer Engine"
+    if machine.apex:
+        return "Apex"
+    return "torch (AdamW)"
+
+
+def _missing(machine: Machine) -> list[str]:
+    """Software that would make training faster."""
+    if not machine.cuda:
+        return ["no CUDA"]
+    missing = []
+    if machine.transformer_engine is None:
+        missing.append("Transformer Engine")
+    if not machine.apex:
+        missing.append("NVIDIA Apex")
+    return missing
 
 
 def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str, Any]:
@@ -182,49 +222,69 @@ def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str,
         arguments |= {"fp8": options.fp8.format, "fp8_recipe": options.fp8.recipe}
         if options.fp8.recipe == "delayed":
             arguments |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-        if edges := options.fp8.first_last_layers_bf16:
-            arguments |= {"num_layers_at_start_in_bf16": edges, "num_layers_at_end_in_bf16": edges}
-            arguments["first_last_layers_bf16"] = True
+        num_bf16_layers = options.fp8.first_last_layers_bf16
+        if num_bf16_layers:
+            arguments |= {
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": num_bf16_layers,
+                "num_layers_at_end_in_bf16": num_bf16_layers,
+            }
     return arguments
 
 
 def token_multiple(options: PrecisionOptions) -> int:
-    """Packed tokens are padded to a multiple of this: FP8 matrix products need aligned dimensions."""
+    """The number of packed tokens of a rank is padded to a multiple of this.
+
+    FP8 matrix products need aligned dimensions.
+    """
     if options.fp8 is None:
         return 1
     return 128 if options.fp8.recipe == "blockwise" else 16
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
 def megatron_options(
-    target: type, options: MegatronOptions, machine: Machine, dtype: torch.dtype
+    target: type,
+    options: MegatronOptions,
+    machine: Machine,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """The fields of Megatron's dataclass `target` that `parallel.megatron` names, with this
-    machine's defaults.
+    """Keyword arguments of one of Megatron's dataclasses from `parallel.megatron`.
+
+    Args:
+        target: the dataclass, of which the result has fields only.
+        options: of the section `parallel.megatron`; null: this machine's default.
+        machine: this rank's accelerator software.
+        dtype: of the weights.
     """
-    given = {name: value for name, value in options.model_dump().items() if value is not None}
-    given |= {name: _DTYPES[given[name]] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    overlap = given.setdefault("overlap_grad_reduce", machine.cuda)
-    given.setdefault("overlap_param_gather", overlap)
-    given.setdefault("gradient_accumulation_fusion", uses_transformer_engine(dtype, machine))
+    values = {name: value for name, value in options.model_dump().items() if value is not None}
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        values[name] = _MOMENT_DTYPES[values[name]]
+    overlap = values.setdefault("overlap_grad_reduce", machine.cuda)
+    values.setdefault("overlap_param_gather", overlap)
+    values.setdefault("gradient_accumulation_fusion", uses_transformer_engine(dtype, machine))
+
     names = {field.name for field in dataclasses.fields(target)}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def start_userbuffers(config: "TransformerConfig", tokens: int) -> None:
-    """Creates Transformer Engine's buffers of `tp_comm_overlap` for `tokens` per micro-batch.
+    """Creates Transformer Engine's buffers of `tp_comm_overlap`. Collective; once a run.
 
-    Collective; once a run.
+    Args:
+        config: Megatron's config of the model.
+        tokens: input tokens of a rank in every micro-batch.
     """
     from transformer_engine.pytorch.module import base
 
-    modes = base.UserBufferQuantizationMode
     has_fp8 = config.fp8 is not None
+    quantization_modes = []
+    if has_fp8:
+        quantization_modes.append(base.UserBufferQuantizationMode.FP8)
+    if not has_fp8 or config.first_last_layers_bf16:
+        quantization_modes.append(base.UserBufferQuantizationMode.NONE)
+
     base.initialize_ub(
         [tokens, config.hidden_size],
         config.tensor_model_parallel_size,
-        quantization_modes=[modes.FP8] * has_fp8
-        + [modes.NONE] * (not has_fp8 or config.first_last_layers_bf16),
+        quantization_modes=quantization_modes,
     )

@@ -20,63 +20,93 @@ from pacs_megatron.policy.microbatch import MicroBatch
 from pacs_megatron.policy.model import PolicyModel
 
 Routes = dict[int, np.ndarray]
-"""row -> int16 [input tokens, layers, top k], the experts of each token; -1 if another rank has
-them. May be flat.
+"""row -> int16 [input tokens, layers, top k], the experts of each input token of a sample.
+
+-1 if another rank has them. The array may be flat.
 """
 
 
 class Routing:
-    """Routing of one pass: replays `given` in micro-batches whose samples all have routes, and
-    records the others. Call `finish` after the pass.
+    """Routing of one pass: it replays micro-batches whose samples all have routes, and records the
+    others.
+
+    Call `finish` after the pass.
     """
 
     def __init__(
-        self, spec: ModelSpec, models: Sequence[PolicyModel], given: Routes | None
+        self,
+        spec: ModelSpec,
+        models: Sequence[PolicyModel],
+        routes: Routes | None,
     ) -> None:
+        """Routing of a pass that has not started.
+
+        Args:
+            spec: the model, which has experts.
+            models: this rank's chunks.
+            routes: experts to replay, of any samples; None: record all micro-batches.
+        """
         assert spec.moe is not None
         self._shape = (spec.num_layers, spec.moe.top_k)
         self._models = models
-        self._given = given
+        self._routes: Routes = routes or {}
         self._recorded: list[tuple[MicroBatch, Tensor, dict[int, Tensor]]] = []
+        """micro-batch, input index [t] of its tokens, experts int64 [t, top k] of each layer"""
 
     @contextlib.contextmanager
     def around(self, model: PolicyModel, batch: MicroBatch) -> Iterator[None]:
-        """Wraps the forward pass of a micro-batch through a chunk."""
+        """Wraps the forward pass of a micro-batch through a chunk.
+
+        Afterwards the chunk's routers replay the same experts in a recomputed forward.
+
+        Args:
+            model: the chunk.
+            batch: the micro-batch.
+        """
         routers = dict(_routers(model))
-        place = batch.place
-        if model.config.sequence_parallel:
-            tp = parallel_state.get_tensor_model_parallel_world_size()
-            place = place.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
-        given = self._given or {}
-        experts = (
-            self._at(batch, place, given)
-            if given and all(int(row) in given for row in batch.rows)
-            else None
-        )
-        for layer, router in routers.items():
-            if experts is None:
-                router.set_router_replay_action(RouterReplayAction.RECORD)
-            else:
+        input_index = _input_index(model, batch)
+        if self._can_replay(batch):
+            experts = self._experts_to_replay(batch, input_index)
+            for layer, router in routers.items():
                 router.set_target_indices(experts[:, layer])  # also for a recomputed forward
                 router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        yield
-        if experts is None:
-            self._recorded.append(
-                (batch, place, {k: r.recorded_topk_idx for k, r in routers.items()})
-            )
-        for router in routers.values():
-            if experts is None:  # a recomputed forward replays this one
+            yield
+        else:
+            for router in routers.values():
+                router.set_router_replay_action(RouterReplayAction.RECORD)
+            yield
+            recorded = {layer: router.recorded_topk_idx for layer, router in routers.items()}
+            self._recorded.append((batch, input_index, recorded))
+            for router in routers.values():
+                # A recomputed forward replays this one.
                 router.replay_backward_list.append(router.recorded_topk_idx)
+
+        for router in routers.values():
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
-    def _at(self, batch: MicroBatch, place: Tensor, given: Routes) -> Tensor:
-        """Experts, int64 [t, layers, top k]. Padding uses the first experts."""
-        padding = np.broadcast_to(np.arange(self._shape[1]), (1, *self._shape))
-        pieces = [given[int(row)].reshape(-1, *self._shape) for row in batch.rows]
-        experts = torch.from_numpy(np.concatenate([*pieces, padding]).astype(np.int16)).to(
-            place.device
-        )
-        return experts[place].long()  # index -1 selects the last entry, the padding
+    def _can_replay(self, batch: MicroBatch) -> bool:
+        """Whether all samples have routes. A padding micro-batch replays if any sample has."""
+        if not self._routes:
+            return False
+        return all(int(row) in self._routes for row in batch.rows)
+
+    def _experts_to_replay(self, batch: MicroBatch, input_index: Tensor) -> Tensor:
+        """The experts of this rank's input tokens.
+
+        Args:
+            batch: a micro-batch whose samples all have routes.
+            input_index: int64 [t], of this rank's input tokens; -1 for padding.
+
+        Returns:
+            int64 [t, layers, top k], on the device of `input_index`. Padding uses the first
+            experts.
+        """
+        num_layers, top_k = self._shape
+        pieces = [self._routes[int(row)].reshape(-1, num_layers, top_k) for row in batch.rows]
+        padding = np.broadcast_to(np.arange(top_k), (1, num_layers, top_k))
+        experts = np.concatenate([*pieces, padding]).astype(np.int16)
+        # Index -1 selects the last entry, the padding.
+        return torch.from_numpy(experts).to(input_index.device)[input_index].long()
 
     def finish(self) -> None:
         """Ends recording and replay: the routers select experts again."""
@@ -86,23 +116,38 @@ class Routing:
                 router.clear_router_replay_action()
 
     def recorded(self) -> Routes:
-        """Routes that this rank recorded: its layers only; with sequence or context parallelism its
-        tokens only.
+        """The routes that this rank recorded.
+
+        They have its layers only; with sequence or context parallelism its tokens only.
         """
-        found: Routes = {}
-        for batch, place, by_layer in self._recorded:
-            ends = np.cumsum(batch.input_lens)
-            known = (place >= 0).cpu()
+        routes: Routes = {}
+        for batch, input_index, experts_of_layer in self._recorded:
+            index = input_index.cpu()
+            is_token = index >= 0
+            tokens = index[is_token].numpy()
+
             experts = np.full((int(batch.input_lens.sum()), *self._shape), -1, np.int16)
-            for layer, chosen in by_layer.items():
-                experts[place.cpu()[known].numpy(), layer] = chosen.cpu()[known].numpy()
+            for layer, selected in experts_of_layer.items():
+                experts[tokens, layer] = selected.cpu()[is_token].numpy()
+
+            ends = np.cumsum(batch.input_lens)
             pieces = np.split(experts, ends[:-1]) if len(ends) else []
-            for row, piece in zip(batch.rows, pieces, strict=True):
-                at = int(row)
-                found[at] = (
-                    np.maximum(found[at], piece) if at in found else piece
-                )  # chunks have other layers
-        return found
+            for row, piece in zip(batch.rows.tolist(), pieces, strict=True):
+                if row in routes:
+                    # Another chunk recorded other layers: the maximum keeps both, as -1 is absent.
+                    piece = np.maximum(routes[row], piece)
+                routes[row] = piece
+        return routes
+
+
+def _input_index(model: PolicyModel, batch: MicroBatch) -> Tensor:
+    """int64 [t], `input_index` of the tokens that this rank's routers see."""
+    if not model.config.sequence_parallel:
+        return batch.input_index
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    parts: Sequence[Tensor] = batch.input_index.chunk(tp)
+    return parts[tp_rank]
 
 
 def _routers(model: PolicyModel) -> Iterator[tuple[int, RouterReplay]]:

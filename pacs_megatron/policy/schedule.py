@@ -25,15 +25,27 @@ def run_schedule(
     loss: UpdateLoss | None = None,
     routing: Routing | None = None,
 ) -> list[Any]:
-    """The results of `after` (which returns loss, result) by micro-batch on the last pipeline
-    stage; [] elsewhere.
+    """Runs Megatron's schedule once. Collective.
+
+    Args:
+        chunks: this rank's model chunks.
+        iterators: the micro-batches of each chunk, in the same order.
+        num_microbatches: number of micro-batches of each iterator.
+        after: (micro-batch, output of the last chunk) -> (loss [], result), after its forward pass.
+        loss: of an update, for the head; None: the pass is forward only.
+        routing: of a model with experts; None: the routers select experts.
+
+    Returns:
+        The result of `after` for each micro-batch on the last pipeline stage; [] elsewhere.
     """
 
     def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+        """Megatron's forward step: (output, function of the output of the last chunk)."""
         batch = next(iterator)
         inner = unwrap(model)
         inner.want_entropy = loss is not None
         inner.loss_gradient = None if loss is None else loss.gradient(batch)
+
         with contextlib.nullcontext() if routing is None else routing.around(inner, batch):
             output = model(
                 batch.input_ids,
@@ -44,14 +56,17 @@ def run_schedule(
             )
 
         def finish(output: Any) -> tuple[Tensor, Tensor, Any]:
+            """(loss, number of tokens, result)"""
             value, result = after(batch, output)
             # With a count of 0 tokens, finalize_model_grads does not divide the sum of the losses.
-            return value, torch.zeros((), dtype=torch.int, device=value.device), result
+            num_tokens = torch.zeros((), dtype=torch.int, device=value.device)
+            return value, num_tokens, result
 
         return output, finish
 
+    run = get_forward_backward_func()
     try:
-        results: list[Any] = get_forward_backward_func()(
+        results: list[Any] = run(
             forward_step_func=step,
             data_iterator=list(iterators) if len(chunks) > 1 else iterators[0],
             model=list(chunks),
@@ -64,7 +79,9 @@ def run_schedule(
     finally:
         if routing is not None:
             routing.finish()
-    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return results if is_last else []
 
 
 def forward(
@@ -73,19 +90,35 @@ def forward(
     stoppable: StoppablePass | None = None,
     routing: Routing | None = None,
 ) -> list[Tensor]:
-    """Log-probs, float32 [local] without gradient, of every micro-batch on the last pipeline stage;
-    [] elsewhere. Raises Interrupted on every rank after a stop request during `stoppable`, which
-    has the same micro-batches.
+    """Log-probs of every micro-batch, without gradient. Collective.
+
+    Args:
+        chunks: this rank's model chunks.
+        batches: this rank's micro-batches.
+        stoppable: the same micro-batches, as a pass that a stop request ends; None: stop requests
+            do not end the pass.
+        routing: of a model with experts; None: the routers select experts.
+
+    Returns:
+        [local], fp32, nats, for each micro-batch on the last pipeline stage; [] elsewhere.
+
+    Raises:
+        Interrupted: on every rank, after a stop request on any rank during `stoppable`.
     """
-    iterators = [
-        iter(batches) if stoppable is None else stoppable.iterate(polls=chunk == 0)
-        for chunk in range(len(chunks))
-    ]
-    with torch.no_grad(), unchanged_fp8_state(chunks):
+    iterators = []
+    for chunk in range(len(chunks)):
+        if stoppable is None:
+            iterators.append(iter(batches))
+        else:
+            iterators.append(stoppable.iterate(polls=chunk == 0))
+
+    def keep_logprobs(_batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor]:
+        logprobs, _ = output
         # Megatron reads the device of the loss when the model has experts; its value is not used.
-        results = run_schedule(
-            chunks, iterators, len(batches), lambda _, out: (out[0].sum(), out[0]), routing=routing
-        )
+        return logprobs.sum(), logprobs
+
+    with torch.no_grad(), unchanged_fp8_state(chunks):
+        results = run_schedule(chunks, iterators, len(batches), keep_logprobs, routing=routing)
     if stoppable is not None:
         stoppable.finish()
     return results
@@ -97,16 +130,30 @@ def forward_backward(
     loss: UpdateLoss,
     routing: Routing | None = None,
 ) -> list[Mapping[str, Tensor]]:
-    """Adds the gradients of the SUM of the losses over micro-batches and data-parallel ranks to
-    Megatron's buffers. Returns the report of `loss` for every micro-batch on the last pipeline
-    stage, [] elsewhere.
+    """Adds the gradients of the SUM of the losses to Megatron's buffers. Collective.
+
+    The sum is over the micro-batches of all data-parallel ranks.
+
+    Args:
+        chunks: this rank's model chunks.
+        batches: this rank's micro-batches.
+        loss: of one micro-batch.
+        routing: of a model with experts; None: the routers select experts.
+
+    Returns:
+        The report of `loss` for each micro-batch on the last pipeline stage; [] elsewhere.
     """
     iterators = [iter(batches) for _ in chunks]
+
+    def loss_of_output(batch: MicroBatch, output: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+        logprobs, entropies = output
+        return loss(batch, logprobs, entropies)
+
     return run_schedule(
         chunks,
         iterators,
         len(batches),
-        lambda batch, out: loss(batch, *out),
+        loss_of_output,
         loss=loss,
         routing=routing,
     )

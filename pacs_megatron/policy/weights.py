@@ -22,29 +22,39 @@ TIED_OUTPUT = "output_layer.weight"
 
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
     """This chunk's parameters by the table's names, with global layer and expert numbers.
-    Skips the copy of a tied embedding on the last pipeline stage."""
-    global_layer = {
-        index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)
-    }
-    ep_rank = parallel_state.get_expert_model_parallel_rank()
-    found: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        pieces = name.split(".")
-        if pieces[:2] == ["decoder", "layers"]:
-            pieces[2] = str(global_layer[int(pieces[2])])
-        canonical = canonical_name(".".join(pieces)).split(".")
-        if "local_experts" in canonical:
-            at = canonical.index("local_experts") + 1
-            canonical[at] = str(int(canonical[at]) + ep_rank * _num_local_experts(table))
-        full_name = ".".join(canonical)
-        if full_name == TIED_OUTPUT and table.spec.tied:
+
+    Skips the copy of a tied embedding on the last pipeline stage.
+
+    Raises:
+        ConversionError: if a parameter has no row in the table.
+    """
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for local_name, parameter in model.named_parameters():
+        name = _global_name(local_name, model, table)
+        if name == TIED_OUTPUT and table.spec.tied:
             continue
-        if full_name not in table.by_megatron:
+        if name not in table.by_megatron:
             raise ConversionError(
-                f"Megatron parameter {full_name} has no row in the table of {table.spec.family}"
+                f"Megatron parameter {name} has no row in the table of {table.spec.family}"
             )
-        found[full_name] = parameter
-    return found
+        parameters[name] = parameter
+    return parameters
+
+
+def _global_name(local_name: str, model: PolicyModel, table: WeightTable) -> str:
+    """The table's name of a parameter of this chunk."""
+    pieces = local_name.split(".")
+    if pieces[:2] == ["decoder", "layers"]:
+        layer = model.decoder.layers[int(pieces[2])]
+        pieces[2] = str(layer.layer_number - 1)
+
+    pieces = canonical_name(".".join(pieces)).split(".")
+    if "local_experts" in pieces:
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        position = pieces.index("local_experts") + 1
+        expert = int(pieces[position]) + ep_rank * _num_local_experts(table)
+        pieces[position] = str(expert)
+    return ".".join(pieces)
 
 
 def _num_local_experts(table: WeightTable) -> int:
@@ -60,21 +70,32 @@ def _tp_group(entry: Entry) -> Any:
 
 
 @torch.no_grad()
-def load(models: Sequence[PolicyModel], table: WeightTable, read: Callable[[str], Tensor]) -> None:
-    """Fills this rank's parameters; `read` returns one Hugging Face tensor by name.
+def load(
+    models: Sequence[PolicyModel],
+    table: WeightTable,
+    read: Callable[[str], Tensor],
+) -> None:
+    """Fills this rank's parameters. Reads only tensors that this rank needs.
 
-    Reads only tensors that this rank needs. Raises ConversionError for a wrong shape, and the error
-    of `read` for a missing name.
+    Args:
+        models: this rank's chunks.
+        table: the weight table of the model.
+        read: returns one whole Hugging Face tensor by name, and raises for a missing name.
+
+    Raises:
+        ConversionError: if a tensor has a wrong shape.
     """
     for model in models:
         targets = list(named_parameters(model, table).items())
         if table.spec.tied and model.post_process and not model.pre_process:
-            targets.append((EMBEDDING, model.output_layer.weight))  # this stage's own copy
+            # The last stage has a copy of the embedding.
+            targets.append((EMBEDDING, model.output_layer.weight))
         for name, parameter in targets:
             entry = table.by_megatron[name]
             full = entry.to_megatron([read(hf_name) for hf_name in entry.hf_names])
             group = _tp_group(entry)
-            parameter.copy_(entry.split_tp(full, group.size())[group.rank()])
+            shards = entry.split_tp(full, group.size())
+            parameter.copy_(shards[group.rank()])
 
 
 @torch.no_grad()
@@ -92,39 +113,54 @@ def complete(chunks: Sequence[DistributedDataParallel]) -> None:
 
 @torch.no_grad()
 def export(
-    models: Sequence[PolicyModel], table: WeightTable, readable: Callable[[Tensor], Tensor]
+    models: Sequence[PolicyModel],
+    table: WeightTable,
+    readable: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) for every weight, in the table's order, on every rank.
+    """Yields every whole weight in the table's order, on every rank. Collective.
 
-    Collective. One entry is in flight at a time: its stage gathers the tensor-parallel shards, then
-    the other expert ranks and stages receive the merged tensor. `readable` returns the values of an
-    off-loaded parameter.
+    One entry is in flight at a time: its stage gathers the tensor-parallel shards, then the other
+    expert ranks and stages receive the merged tensor.
+
+    Args:
+        models: this rank's chunks.
+        table: the weight table of the model.
+        readable: returns the values of an off-loaded parameter.
+
+    Yields:
+        Hugging Face name, and the tensor in the dtype of the weights, on this rank's device.
     """
-    mine: dict[str, torch.nn.Parameter] = {}
+    parameters: dict[str, torch.nn.Parameter] = {}
     for model in models:
-        mine |= named_parameters(model, table)
+        parameters |= named_parameters(model, table)
     device = next(models[0].parameters()).device
     dtype = models[0].config.params_dtype
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
+
     for entry in table.entries:
-        owner = _stage(entry, table.spec.num_layers)
+        stage = _stage(entry, table.spec.num_layers)
         full = None
-        if entry.megatron_name in mine:
-            full = readable(mine[entry.megatron_name].detach()).to(device)
-            group = _tp_group(entry)
-            if group.size() > 1 and entry.shard_shape(group.size()) != entry.megatron_shape:
-                shards = [torch.empty_like(full) for _ in range(group.size())]
-                dist.all_gather(shards, full.contiguous(), group=group)
-                full = entry.merge_tp(shards)
-        if entry.expert is not None and ep_group.size() > 1 and owner == pp_group.rank():
-            full = _broadcast(
-                entry, full, entry.expert // _num_local_experts(table), ep_group, device, dtype
-            )
+        if entry.megatron_name in parameters:
+            shard = readable(parameters[entry.megatron_name].detach()).to(device)
+            full = _gather_shards(entry, shard)
+        if entry.expert is not None and ep_group.size() > 1 and stage == pp_group.rank():
+            ep_rank = entry.expert // _num_local_experts(table)
+            full = _broadcast(entry, full, ep_rank, ep_group, device, dtype)
         if pp_group.size() > 1:
-            full = _broadcast(entry, full, owner, pp_group, device, dtype)
+            full = _broadcast(entry, full, stage, pp_group, device, dtype)
         assert full is not None
         yield from zip(entry.hf_names, entry.to_hf(full), strict=True)
+
+
+def _gather_shards(entry: Entry, shard: Tensor) -> Tensor:
+    """The whole tensor of an entry from the shards of its tensor-parallel ranks. Collective."""
+    group = _tp_group(entry)
+    if group.size() == 1 or entry.shard_shape(group.size()) == entry.megatron_shape:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return entry.merge_tp(shards)
 
 
 def _stage(entry: Entry, num_layers: int) -> int:
@@ -132,8 +168,10 @@ def _stage(entry: Entry, num_layers: int) -> int:
     pp = int(parallel_state.get_pipeline_model_parallel_world_size())
     if entry.layer is None:
         return 0 if entry.place == "embedding" else pp - 1
-    num_chunks = pp * (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1)
-    return entry.layer * num_chunks // num_layers % pp
+    chunks_per_stage = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    num_chunks = pp * chunks_per_stage
+    chunk = entry.layer * num_chunks // num_layers
+    return chunk % pp
 
 
 def _broadcast(
@@ -144,6 +182,16 @@ def _broadcast(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
+    """The whole tensor of an entry, on every rank of `group`. Collective.
+
+    Args:
+        entry: of the weight table.
+        full: the tensor on rank `source` of `group`; unused elsewhere.
+        source: rank in `group`.
+        group: the ranks that receive the tensor.
+        device: of the result.
+        dtype: of the result.
+    """
     if group.rank() != source:
         full = torch.empty(entry.megatron_shape, dtype=dtype, device=device)
     assert full is not None
@@ -153,8 +201,18 @@ def _broadcast(
 
 
 def pin(buffer: Tensor, purpose: str) -> None:
-    """Pins host memory; torch's own pinned memory rounds up to a power of two. Raises PacsError."""
-    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
+    """Pins host memory. torch's own pinned memory rounds up to a power of two.
+
+    Args:
+        buffer: contiguous, on the host.
+        purpose: of the buffer, for the message.
+
+    Raises:
+        PacsError: if CUDA cannot pin the memory.
+    """
+    error = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+        buffer.data_ptr(), buffer.nbytes, 0
+    )
     if int(error) != 0:
         raise PacsError(
             f"{purpose}: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA "
@@ -164,27 +222,39 @@ def pin(buffer: Tensor, purpose: str) -> None:
 
 
 class Snapshot:
-    """Frozen copy of all of this rank's chunks, one host tensor a parameter, in the parameters' own
-    order.
-    """
+    """Frozen copy of all of this rank's chunks, in host memory."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], readable: Callable[[Tensor], Tensor]
+        self,
+        chunks: Sequence[torch.nn.Module],
+        readable: Callable[[Tensor], Tensor],
     ) -> None:
-        """`readable` returns the values of an off-loaded parameter, as a view."""
+        """Copies the current weights.
+
+        Args:
+            chunks: this rank's model chunks.
+            readable: returns the values of an off-loaded parameter, as a view.
+
+        Raises:
+            PacsError: if host memory cannot be pinned.
+        """
         self._readable = readable
-        self._parameters = parameters = [
-            parameter for chunk in chunks for parameter in chunk.parameters()
-        ]
-        width = max((p.element_size() for p in parameters), default=1)
-        buffer = torch.empty(sum(p.numel() for p in parameters) * width, dtype=torch.uint8)
-        if parameters and parameters[0].is_cuda:
+        self._parameters: list[Tensor] = []
+        for chunk in chunks:
+            self._parameters += chunk.parameters()
+
+        # Every element has the width of the largest one, so each view is aligned.
+        width = max((parameter.element_size() for parameter in self._parameters), default=1)
+        sizes = [parameter.numel() * width for parameter in self._parameters]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        if self._parameters and self._parameters[0].is_cuda:
             pin(buffer, "the frozen reference")
-        pieces = torch.split(buffer, [p.numel() * width for p in parameters])
-        self.tensors = [
-            piece.view(p.dtype)[: p.numel()].view_as(p)
-            for piece, p in zip(pieces, parameters, strict=True)
-        ]
+
+        self.tensors: list[Tensor] = []
+        """one host tensor for each parameter, in the order of the parameters"""
+        for parameter, piece in zip(self._parameters, torch.split(buffer, sizes), strict=True):
+            values = piece.view(parameter.dtype)[: parameter.numel()]
+            self.tensors.append(values.view_as(parameter))
         self.take()
 
     @torch.no_grad()
@@ -195,8 +265,9 @@ class Snapshot:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Runs the body with the snapshot's weights in the model, then restores the policy's
-        weights bit for bit.
+        """Inside the block the model has the snapshot's weights.
+
+        Afterwards it has the policy's weights again, bit for bit.
         """
         self._swap()
         try:
@@ -206,6 +277,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Exchanges the weights of the model and of the snapshot."""
         for tensor, parameter in zip(self.tensors, self._parameters, strict=True):
             place = self._readable(parameter.detach())
             current = place.clone()

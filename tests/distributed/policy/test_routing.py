@@ -112,13 +112,14 @@ def test_the_update_replays_the_experts_of_its_score_pass(folder: Path) -> None:
         minibatch = make_part(FACTS, TOKENS, policy, 52, index=1, keep_groups=True)
         frozen = policy.logprobs(minibatch, "reference")
         replayed: list[int] = []
-        real = Routing._at
+        real = Routing._experts_to_replay
 
         def counted(self: Any, batch: Any, *args: Any) -> Any:
             replayed.extend(batch.rows.tolist())
             return real(self, batch, *args)
 
-        Routing._at = counted  # type: ignore[method-assign]  # this process ends with the test
+        # This process ends with the test.
+        Routing._experts_to_replay = counted  # type: ignore[method-assign]
         report = policy.update(replace(minibatch, reference_logprobs=frozen), objective, None)
         split = np.flatnonzero(~minibatch.plan.together)
         return (
