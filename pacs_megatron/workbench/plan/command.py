@@ -6,23 +6,26 @@ from pathlib import Path
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.workbench.plan.known_models import find_spec
-from pacs_megatron.workbench.plan.plan import (
-    compare_gpus,
-    make_plan,
-    render,
-    render_search,
-    search_layouts,
-)
+from pacs_megatron.workbench.plan.plan import make_plan
+from pacs_megatron.workbench.plan.render import render, render_comparison, render_search
+from pacs_megatron.workbench.plan.search import search_layouts
 
 
 def run_plan(
     config_path: Path, overrides: Sequence[str], *, search: bool = False, compare: bool = False
 ) -> tuple[str, ExitCode]:
-    """(text to print, exit code: OK if the run fits)."""
+    """The text to print, and OK if the run fits.
+
+    Args:
+        config_path: of the run.
+        overrides: `key=value` each.
+        search: all layouts on the same GPUs; OK if one fits.
+        compare: the same run on other GPUs.
+    """
     plan = make_plan(load_config(config_path, overrides))
     fits = plan.fits
     if compare:
-        text = compare_gpus(plan)
+        text = render_comparison(plan)
     elif search:
         layouts = search_layouts(plan)
         text = render_search(layouts, plan)

@@ -25,6 +25,7 @@ class Constant:
         return self.low / self.value, self.high / self.value
 
 
+# -------------------------------------------------------------------------------------------- GPUs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU model; unverified figures of its vendor's data sheet (dense, without sparsity)."""
@@ -39,96 +40,205 @@ class Gpu:
     nvlink_gb_s: float
     """One direction, one GPU, inside a node."""
 
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that a process can allocate."""
+        return self.memory_gib * GIB
 
-GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            name="a100",
-            memory_gib=79.1,
-            bf16_tflops=312,
-            fp8_tflops=None,
-            memory_gb_s=2039,
-            nvlink_gb_s=300,
-        ),
-        Gpu(
-            name="h100",
-            memory_gib=79.1,
-            bf16_tflops=989,
-            fp8_tflops=1979,
-            memory_gb_s=3350,
-            nvlink_gb_s=450,
-        ),
-        Gpu(
-            name="h200",
-            memory_gib=139.8,
-            bf16_tflops=989,
-            fp8_tflops=1979,
-            memory_gb_s=4800,
-            nvlink_gb_s=450,
-        ),
-        Gpu(
-            name="b200",
-            memory_gib=178.3,
-            bf16_tflops=2250,
-            fp8_tflops=4500,
-            memory_gb_s=8000,
-            nvlink_gb_s=900,
-        ),
-    )
-}
+    @property
+    def bf16_flops_s(self) -> float:
+        """FLOPs per second at the bf16 peak."""
+        return self.bf16_tflops * 1e12
 
-_CUDA_CONTEXT = "assumed: CUDA context and loaded kernels of one process"
-CUDA_CONTEXT_BYTES = Constant(0.8 * GIB, 0.5 * GIB, 1.2 * GIB, _CUDA_CONTEXT)
+
+_A100 = Gpu(
+    name="a100",
+    memory_gib=79.1,
+    bf16_tflops=312,
+    fp8_tflops=None,
+    memory_gb_s=2039,
+    nvlink_gb_s=300,
+)
+_H100 = Gpu(
+    name="h100",
+    memory_gib=79.1,
+    bf16_tflops=989,
+    fp8_tflops=1979,
+    memory_gb_s=3350,
+    nvlink_gb_s=450,
+)
+_H200 = Gpu(
+    name="h200",
+    memory_gib=139.8,
+    bf16_tflops=989,
+    fp8_tflops=1979,
+    memory_gb_s=4800,
+    nvlink_gb_s=450,
+)
+_B200 = Gpu(
+    name="b200",
+    memory_gib=178.3,
+    bf16_tflops=2250,
+    fp8_tflops=4500,
+    memory_gb_s=8000,
+    nvlink_gb_s=900,
+)
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (_A100, _H100, _H200, _B200)}
+
+# ---------------------------------------------------------------------------- bytes of one trainer
+CUDA_CONTEXT_BYTES = Constant(
+    value=0.8 * GIB,
+    low=0.5 * GIB,
+    high=1.2 * GIB,
+    source="assumed: CUDA context and loaded kernels of one process",
+)
 NCCL_BYTES_PER_GROUP = Constant(
-    0.35 * GIB, 0.1 * GIB, 0.6 * GIB, "assumed: NCCL buffers of one process group"
+    value=0.35 * GIB,
+    low=0.1 * GIB,
+    high=0.6 * GIB,
+    source="assumed: NCCL buffers of one process group",
 )
 FRAGMENTATION = Constant(
-    0.04, 0.01, 0.1, "assumed: share of the peak that the caching allocator cannot use"
+    value=0.04,
+    low=0.01,
+    high=0.1,
+    source="assumed: share of the peak that the caching allocator cannot use",
 )
-TRAIN_MFU = Constant(
-    0.40, 0.3, 0.5, "assumed: share of the bf16 peak in matrix products, without a bubble"
+FP8_WEIGHT_COPIES_BYTES = Constant(
+    value=2.0,
+    low=1.0,
+    high=2.0,
+    source="assumed: Transformer Engine keeps two FP8 copies of each matrix (rows, columns)",
 )
-FORWARD_MFU = Constant(0.45, 0.33, 0.55, "assumed: share of the bf16 peak in a forward-only pass")
-FP8_SPEEDUP = Constant(1.3, 1.1, 1.5, "assumed: training step in FP8 against bf16")
-TP_LOSS = Constant(
-    0.04, 0.02, 0.08, "assumed: share of time lost for each doubling of tp inside a node"
+FP8_ACTIVATION_FRAC = Constant(
+    value=0.75,
+    low=0.6,
+    high=1.0,
+    source="assumed: saved activations in FP8 against bf16",
 )
-CP_LOSS = Constant(0.05, 0.02, 0.1, "assumed: share of time lost for each doubling of cp")
-DECODE_BANDWIDTH_FRAC = Constant(
-    0.6, 0.4, 0.8, "assumed: share of the memory bandwidth that decoding reaches"
-)
-DECODE_MFU = Constant(0.25, 0.15, 0.4, "assumed: share of the bf16 peak in a decoding step")
-DECODE_OVERHEAD_S = Constant(
-    0.004, 0.002, 0.01, "assumed: scheduling and launches of one decoding step of SGLang"
-)
-SGLANG_MEMORY_FRAC = Constant(
-    0.85, 0.8, 0.9, "assumed: SGLang's own choice of mem_fraction where none is set"
-)
-_OVERHEAD = "assumed: SGLang's CUDA context, graphs and activations"
-SGLANG_OVERHEAD_BYTES = Constant(3.0 * GIB, 1.5 * GIB, 6.0 * GIB, _OVERHEAD)
-_RELEASED = "assumed: CUDA context and graphs that a colocated SGLang keeps after it released weights and cache"
-SGLANG_RELEASED_BYTES = Constant(1.5 * GIB, 1.0 * GIB, 3.0 * GIB, _RELEASED)
-MEAN_RESPONSE_FRAC = Constant(
-    0.45, 0.2, 0.8, "assumed: mean response length as a share of the limit"
-)
-MEAN_PROMPT_FRAC = Constant(0.15, 0.05, 0.4, "assumed: mean prompt length as a share of the limit")
-NETWORK_GB_S = Constant(
-    40.0, 20.0, 48.0, "assumed: one GPU's share of the network between nodes (400 Gbit/s, 80 %)"
-)
-SYNC_FRAC = Constant(0.5, 0.25, 0.8, "assumed: share of the link that a weight sync reaches")
-HOST_GB_S = Constant(
-    40.0, 15.0, 50.0, "assumed: pinned host memory to or from one GPU, all GPUs of a node at once"
-)
-DISK_GB_S = Constant(2.0, 0.3, 10.0, "assumed: write and read of a shared file system, one job")
-_COPIES = "assumed: Transformer Engine keeps two FP8 copies of each matrix (rows, columns)"
-FP8_WEIGHT_COPIES_BYTES = Constant(2.0, 1.0, 2.0, _COPIES)
-FP8_ACTIVATION_FRAC = Constant(0.75, 0.6, 1.0, "assumed: saved activations in FP8 against bf16")
 EXPERT_IMBALANCE = Constant(
-    1.3, 1.05, 2.0, "assumed: tokens of the fullest expert-parallel rank over the mean"
+    value=1.3,
+    low=1.05,
+    high=2.0,
+    source="assumed: tokens of the fullest expert-parallel rank over the mean",
+)
+
+# ----------------------------------------------------------------------------- bytes of one server
+SGLANG_MEMORY_FRAC = Constant(
+    value=0.85,
+    low=0.8,
+    high=0.9,
+    source="assumed: SGLang's own choice of mem_fraction where none is set",
+)
+SGLANG_OVERHEAD_BYTES = Constant(
+    value=3.0 * GIB,
+    low=1.5 * GIB,
+    high=6.0 * GIB,
+    source="assumed: SGLang's CUDA context, graphs and activations",
+)
+SGLANG_RELEASED_BYTES = Constant(
+    value=1.5 * GIB,
+    low=1.0 * GIB,
+    high=3.0 * GIB,
+    source="assumed: CUDA context and graphs that a colocated SGLang keeps after it released "
+    "weights and cache",
+)
+
+# ---------------------------------------------------------------------------- speed of the trainer
+TRAIN_MFU = Constant(
+    value=0.40,
+    low=0.3,
+    high=0.5,
+    source="assumed: share of the bf16 peak in matrix products, without a bubble",
+)
+FORWARD_MFU = Constant(
+    value=0.45,
+    low=0.33,
+    high=0.55,
+    source="assumed: share of the bf16 peak in a forward-only pass",
+)
+FP8_SPEEDUP = Constant(
+    value=1.3,
+    low=1.1,
+    high=1.5,
+    source="assumed: training step in FP8 against bf16",
+)
+TP_LOSS = Constant(
+    value=0.04,
+    low=0.02,
+    high=0.08,
+    source="assumed: share of time lost for each doubling of tp inside a node",
+)
+CP_LOSS = Constant(
+    value=0.05,
+    low=0.02,
+    high=0.1,
+    source="assumed: share of time lost for each doubling of cp",
+)
+
+# ------------------------------------------------------------------------------ speed of a sampler
+DECODE_BANDWIDTH_FRAC = Constant(
+    value=0.6,
+    low=0.4,
+    high=0.8,
+    source="assumed: share of the memory bandwidth that decoding reaches",
+)
+DECODE_MFU = Constant(
+    value=0.25,
+    low=0.15,
+    high=0.4,
+    source="assumed: share of the bf16 peak in a decoding step",
+)
+DECODE_OVERHEAD_S = Constant(
+    value=0.004,
+    low=0.002,
+    high=0.01,
+    source="assumed: scheduling and launches of one decoding step of SGLang",
+)
+MEAN_RESPONSE_FRAC = Constant(
+    value=0.45,
+    low=0.2,
+    high=0.8,
+    source="assumed: mean response length as a share of the limit",
+)
+MEAN_PROMPT_FRAC = Constant(
+    value=0.15,
+    low=0.05,
+    high=0.4,
+    source="assumed: mean prompt length as a share of the limit",
+)
+
+# --------------------------------------------------------------------------------- links and disks
+NETWORK_GB_S = Constant(
+    value=40.0,
+    low=20.0,
+    high=48.0,
+    source="assumed: one GPU's share of the network between nodes (400 Gbit/s, 80 %)",
+)
+SYNC_FRAC = Constant(
+    value=0.5,
+    low=0.25,
+    high=0.8,
+    source="assumed: share of the link that a weight sync reaches",
+)
+HOST_GB_S = Constant(
+    value=40.0,
+    low=15.0,
+    high=50.0,
+    source="assumed: pinned host memory to or from one GPU, all GPUs of a node at once",
+)
+DISK_GB_S = Constant(
+    value=2.0,
+    low=0.3,
+    high=10.0,
+    source="assumed: write and read of a shared file system, one job",
 )
 FREE_DISK_FACTOR = Constant(
-    1.2, 1.2, 1.2, "assumed: free space to keep, as a factor on the size of the files"
+    value=1.2,
+    low=1.2,
+    high=1.2,
+    source="assumed: free space to keep, as a factor on the size of the files",
 )
 
 MEASURABLE = tuple(value for value in vars().values() if isinstance(value, Constant))
+"""All constants of this module."""

@@ -14,14 +14,14 @@ from pacs_megatron.models import ModelSpec, load_config, read_spec
 from pacs_megatron.models.hub import config_folder
 
 
-def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
+def _qwen(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
+    """The values that Qwen2.5 and Qwen3 have in common, or that Qwen3 has."""
     return {
         "model_type": "qwen3",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
-        "head_dim": 128,
         "intermediate_size": ffn,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
@@ -30,6 +30,10 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Map
         "rms_norm_eps": 1e-6,
         "torch_dtype": "bfloat16",
     }
+
+
+def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool) -> Mapping[str, Any]:
+    return {**_qwen(hidden, layers, heads, ffn, tied=tied), "head_dim": 128}
 
 
 _QWEN3_30B_A3B: Mapping[str, Any] = {
@@ -42,11 +46,7 @@ _QWEN3_30B_A3B: Mapping[str, Any] = {
     "norm_topk_prob": True,
 }
 _QWEN25_7B: Mapping[str, Any] = {
-    **{
-        key: value
-        for key, value in _qwen3(3584, 28, 28, 18944, tied=False).items()
-        if key != "head_dim"
-    },
+    **_qwen(3584, 28, 28, 18944, tied=False),
     "model_type": "qwen2",
     "num_key_value_heads": 4,
     "vocab_size": 152064,
@@ -87,8 +87,14 @@ def find_config(model_path: str) -> Mapping[str, Any] | None:
     folder = config_folder(local_path(model_path))
     if (folder / "config.json").is_file():
         return load_config(folder)
-    name = model_path if model_path in KNOWN_MODELS else "/".join(Path(model_path).parts[-2:])
-    return QUICKSTART_MODEL if name in _QUICKSTART_FOLDERS else KNOWN_MODELS.get(name)
+
+    # A local path may end in a hub id: models/Qwen/Qwen3-14B.
+    name = model_path
+    if name not in KNOWN_MODELS:
+        name = "/".join(Path(model_path).parts[-2:])
+    if name in _QUICKSTART_FOLDERS:
+        return QUICKSTART_MODEL
+    return KNOWN_MODELS.get(name)
 
 
 def find_spec(model_path: str) -> ModelSpec | None:

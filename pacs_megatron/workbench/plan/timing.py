@@ -1,10 +1,9 @@
-"""Computes FLOPs and expected seconds of a step's phases (rollout, score pass, update, sync).
-
+"""FLOPs and expected seconds of a step's phases (rollout, score pass, update, sync), for `plan`.
 Does not import torch.
 
-FLOPs follow Megatron's formula: two per multiply-add, attention scores counted in full rows but
-halved for causality. Seconds come from the FLOPs and the constants' assumed efficiencies; they are
-estimates, not measurements.
+FLOPs follow Megatron-LM's `num_floating_point_operations`: two per multiply-add, attention scores
+counted in full rows but halved for causality. A test compares them with torch's counter. Seconds
+come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
 """
 
 import math
@@ -22,11 +21,14 @@ from pacs_megatron.workbench.plan.memory import (
     StageMemory,
     kv_bytes_per_token,
     kv_cache_bytes,
-    most_offloaded_bytes,
-    num_parameters,
     sampler_weight_bytes,
     servers_per_feeder,
 )
+from pacs_megatron.workbench.plan.state import most_offloaded_bytes, num_parameters
+
+_GB = 1e9
+_TAIL_SEQUENCES = 8
+"""Concurrent sequences of one sampler while it waits for the longest responses"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,123 +63,10 @@ class Phase:
 
 def mean_lengths(config: RunConfig) -> Lengths:
     """Mean lengths for the plan, as assumed shares of the limits."""
-    prompt = config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value
-    return Lengths(prompt, max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value)
-
-
-def active_matrix_parameters(spec: ModelSpec) -> int:
-    """Elements of the layers' matrices that one token uses (top_k experts), without embeddings."""
-    queries = spec.num_heads * spec.head_dim
-    keys = spec.num_kv_heads * spec.head_dim
-    attention = spec.hidden_size * (2 * queries + 2 * keys)
-    mlp = 3 * spec.hidden_size * spec.ffn_size
-    if spec.moe is not None:
-        mlp = spec.hidden_size * (
-            spec.moe.top_k * 3 * spec.moe.expert_ffn_size + spec.moe.num_experts
-        )
-    return spec.num_layers * (attention + mlp)
-
-
-def forward_flops(
-    spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float
-) -> float:
-    """FLOPs of one forward pass over `num_tokens` in sequences of `mean_length`, with `num_outputs`
-    log-probs.
-    """
-    matrices = 2 * active_matrix_parameters(spec) * num_tokens
-    # Scores and their product with the values: 2 * 2 * s * heads * head_dim per token, half of it
-    # masked.
-    attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
-    head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
-    return matrices + attention + head
-
-
-def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tuple[float, float]:
-    """Share of a forward pass that the backward pass computes again: (layers, output layer)."""
-    whole = forward_flops(spec, lengths.total, lengths.total, lengths.response)
-    head = whole - forward_flops(spec, lengths.total, lengths.total, 0)
-    recompute = config.parallel.recompute
-    layers = 0.0
-    matrices = 2 * active_matrix_parameters(spec) * lengths.total
-    attention = spec.num_heads * spec.head_dim
-    if recompute.granularity == "full":
-        layers = whole - head
-    elif recompute.granularity == "selective":
-        queries_keys = (
-            2 * spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim)
-        )
-        in_mlp = matrices - queries_keys * spec.num_layers * lengths.total
-        layers += in_mlp if {"mlp", "moe"} & set(recompute.modules) else 0.0
-        layers += whole - head - matrices if "core_attn" in recompute.modules else 0.0
-    # If a token's coefficient depends on this forward, the output layer's gradient needs the
-    # complete forward pass.
-    updates = range(config.batch.num_updates)
-    objective = build_objective(config.objective, updates_per_step=len(updates))
-    is_together = keeps_groups_together(config, lengths)
-    is_coupled = objective.coupling == "sample" or (objective.coupling == "group" and is_together)
-    waiting = sum(is_coupled and bool(objective.statistics(update)) for update in updates)
-    return layers / whole, head / whole * waiting / len(updates)
-
-
-def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
-    """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's
-    updates.
-    """
-    batch = config.batch
-    objective = build_objective(config.objective, updates_per_step=batch.num_updates)
-    has_scores = objective.coupling == "minibatch" or (
-        objective.coupling == "group" and not groups_together
+    return Lengths(
+        prompt=config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value,
+        response=max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value,
     )
-    before = sum(
-        len(passes_of(objective, batch.updates_of(part))) for part in range(batch.updates_per_step)
-    )
-    return before + sum(
-        bool(has_scores and objective.statistics(update)) for update in range(batch.num_updates)
-    )
-
-
-def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
-    """Whether groups fit one micro-batch at the mean length, so no update needs a score pass."""
-    batch = config.batch
-    return (
-        batch.groups != "apart"
-        and batch.samples_per_prompt * lengths.total <= batch.tokens_per_microbatch
-    )
-
-
-def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
-    """Tokens of a group: on average, and at most. None where no update depends on a group's scores."""
-    together, apart = (num_forward_passes(config, groups_together=kept) for kept in (True, False))
-    if config.batch.groups == "apart" or together == apart:
-        return None
-    samples = config.batch.samples_per_prompt
-    return math.ceil(samples * lengths.total), samples * max_sequence_tokens(config)
-
-
-def train_seconds(
-    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, lengths: Lengths, mfu: Constant
-) -> float:
-    """Seconds that all GPUs need for `flops` FLOPs, with pipeline bubble, TP and CP losses."""
-    efficiency = mfu.value
-    for ways, loss in ((layout.tp, constants.TP_LOSS), (layout.cp, constants.CP_LOSS)):
-        efficiency *= (1 - loss.value) ** (ways.bit_length() - 1)
-    if config.precision.fp8 is not None:
-        efficiency *= constants.FP8_SPEEDUP.value
-    seconds = flops / (layout.world_size * gpu.bf16_tflops * 1e12 * efficiency)
-    return seconds * (1 + bubble(config, layout, lengths))
-
-
-def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
-    """Idle time of the pipeline over its working time:
-
-    (pp - 1) / (micro-batches of a rank in an update * vpp).
-    """
-    batch = config.batch
-    samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step
-    num_microbatches = max(
-        1, round(samples * lengths.total / layout.dp / batch.tokens_per_microbatch)
-    )
-    return (layout.pp - 1) / (num_microbatches * (layout.vpp or 1))
 
 
 def step_phases(
@@ -188,47 +77,38 @@ def step_phases(
     sampling: StageMemory | None,
     lengths: Lengths,
 ) -> list[Phase]:
-    """Rollout, forward-only passes, updates and weight sync of one step."""
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    forward = forward_flops(
-        spec, samples * lengths.total, lengths.total, samples * lengths.response
-    )
+    """The phases of one step, in their order.
+
+    Args:
+        config: the run.
+        spec: the architecture.
+        layout: of the trainer's ranks.
+        gpu: all GPUs of the run.
+        sampling: one GPU during sampling; None: external servers.
+        lengths: mean lengths of the samples.
+
+    Returns:
+        Rollout, forward-only passes, updates, off-loading and weight sync, without those that the
+        run does not have.
+    """
     phases = []
     if config.rollout.is_sampled:
-        phases.append(_rollout(config, spec, layout, gpu, sampling, lengths))
+        phases.append(_rollout_phase(config, spec, layout, gpu, sampling, lengths))
+
     passes = num_forward_passes(config, groups_together=keeps_groups_together(config, lengths))
     if passes:
-        flops = forward * passes / config.batch.updates_per_step
-        seconds = train_seconds(config, layout, gpu, flops, lengths, constants.FORWARD_MFU)
-        note = f"{passes} passes over a mini-batch"
-        phases.append(
-            Phase(
-                "score and log-prob passes", seconds, flops, note, _inverse(constants.FORWARD_MFU)
-            )
-        )
-    of_critic = 0.0
-    if isinstance(config.objective, PpoOptions):
-        of_critic = forward_flops(spec, samples * lengths.total, lengths.total, 0)
-    layers, head = recomputed_flops(config, spec, lengths)
-    epoch = 3 * (forward + of_critic)
-    epochs = config.batch.epochs
-    whole = epoch + (forward + of_critic) * layers + forward * head
-    seconds = train_seconds(config, layout, gpu, whole * epochs, lengths, constants.TRAIN_MFU)
-    note = (
-        f"{config.batch.num_updates} updates{' of both models' if of_critic else ''}, bubble "
-        f"{bubble(config, layout, lengths):.0%}, of the time "
-        f"{(forward + of_critic) * layers / whole:.0%} recomputes layers, "
-        f"{forward * head / whole:.0%} logits"
-    )
-    phases.append(Phase("updates", seconds, epoch * epochs, note, _inverse(constants.TRAIN_MFU)))
+        phases.append(_forward_phase(config, spec, layout, gpu, lengths, passes))
+    phases.append(_update_phase(config, spec, layout, gpu, lengths))
+
     if config.policy.offload != "none":
-        moved = most_offloaded_bytes(config, spec, layout)
-        seconds = 2 * moved / (constants.HOST_GB_S.value * 1e9)
-        note = f"{moved / 1e9:.1f} GB a rank to host memory and back"
-        phases.append(Phase("off-load", seconds, 0.0, note, _inverse(constants.HOST_GB_S)))
+        phases.append(_offload_phase(config, spec, layout))
     if config.rollout.sglang is not None:
-        phases.append(_sync(config, spec, layout, gpu))
+        phases.append(_sync_phase(config, spec, layout, gpu))
     return phases
+
+
+def samples_per_step(config: RunConfig) -> int:
+    return config.batch.prompts_per_step * config.batch.samples_per_prompt
 
 
 def _inverse(rate: Constant) -> tuple[float, float]:
@@ -236,7 +116,231 @@ def _inverse(rate: Constant) -> tuple[float, float]:
     return rate.value / rate.high, rate.value / rate.low
 
 
-def _rollout(
+# ------------------------------------------------------------------------------------------- FLOPs
+def active_matrix_parameters(spec: ModelSpec) -> int:
+    """Elements of the layers' matrices that one token uses (top_k experts), without embeddings."""
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    # Queries, keys, values, and the projection of the attention's output.
+    attention = spec.hidden_size * (2 * queries + 2 * keys)
+
+    if spec.moe is None:
+        mlp = 3 * spec.hidden_size * spec.ffn_size
+    else:
+        # The gate, up and down matrices of each expert, and the router.
+        experts = spec.moe.top_k * 3 * spec.moe.expert_ffn_size
+        mlp = spec.hidden_size * (experts + spec.moe.num_experts)
+    return spec.num_layers * (attention + mlp)
+
+
+def forward_flops(
+    spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float
+) -> float:
+    """FLOPs of one forward pass.
+
+    Args:
+        spec: the architecture.
+        num_tokens: tokens of all sequences.
+        mean_length: tokens of a sequence.
+        num_outputs: positions with a log-prob: only they pass the output layer.
+    """
+    matrices = 2 * active_matrix_parameters(spec) * num_tokens
+    # Scores and their product with the values: 2 * 2 * s * heads * head_dim per token, half of it
+    # masked.
+    attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
+    head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
+    return matrices + attention + head
+
+
+def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tuple[float, float]:
+    """Shares of a forward pass that the backward pass computes again.
+
+    Returns:
+        The layers' share, and the output layer's.
+    """
+    whole = forward_flops(spec, lengths.total, lengths.total, lengths.response)
+    without_head = forward_flops(spec, lengths.total, lengths.total, 0)
+    head = whole - without_head
+    layers = whole - head
+
+    recompute = config.parallel.recompute
+    recomputed = 0.0
+    if recompute.granularity == "full":
+        recomputed = layers
+    elif recompute.granularity == "selective":
+        matrices = 2 * active_matrix_parameters(spec) * lengths.total
+        if {"mlp", "moe"} & set(recompute.modules):
+            recomputed += matrices - _attention_matrix_flops(spec) * lengths.total
+        if "core_attn" in recompute.modules:
+            recomputed += layers - matrices
+
+    num_updates = config.batch.num_updates
+    head_frac = head / whole * _num_coupled_updates(config, lengths) / num_updates
+    return recomputed / whole, head_frac
+
+
+def _attention_matrix_flops(spec: ModelSpec) -> int:
+    """FLOPs of one token in all layers' attention matrices, without the scores."""
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    return 2 * spec.hidden_size * (2 * queries + 2 * keys) * spec.num_layers
+
+
+def _num_coupled_updates(config: RunConfig, lengths: Lengths) -> int:
+    """Number of a step's updates whose backward pass computes the logits again.
+
+    If a token's coefficient depends on this forward pass, the output layer's gradient needs the
+    complete forward pass (docs/decisions/0011-gradients-in-the-head.md).
+    """
+    updates = range(config.batch.num_updates)
+    objective = build_objective(config.objective, updates_per_step=len(updates))
+    is_coupled = objective.coupling == "sample"
+    if objective.coupling == "group":
+        is_coupled = keeps_groups_together(config, lengths)
+    return sum(is_coupled and bool(objective.statistics(update)) for update in updates)
+
+
+# ------------------------------------------------------------------------------------------ passes
+def num_forward_passes(config: RunConfig, *, groups_together: bool) -> int:
+    """Forward-only passes over a mini-batch (score and log-prob passes), summed over a step's
+    updates.
+    """
+    batch = config.batch
+    objective = build_objective(config.objective, updates_per_step=batch.num_updates)
+
+    num_passes = 0
+    for minibatch in range(batch.updates_per_step):
+        num_passes += len(passes_of(objective, batch.updates_of(minibatch)))
+
+    has_score_pass = objective.coupling == "minibatch"
+    if objective.coupling == "group":
+        has_score_pass = not groups_together
+    if has_score_pass:
+        num_passes += sum(bool(objective.statistics(update)) for update in range(batch.num_updates))
+    return num_passes
+
+
+def keeps_groups_together(config: RunConfig, lengths: Lengths) -> bool:
+    """Whether groups fit one micro-batch at the mean length, so no update needs a score pass."""
+    batch = config.batch
+    mean_group_tokens = batch.samples_per_prompt * lengths.total
+    return batch.groups != "apart" and mean_group_tokens <= batch.tokens_per_microbatch
+
+
+def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
+    """Tokens of a group.
+
+    Returns:
+        On average, and at most; None where no update depends on a group's scores.
+    """
+    passes_together = num_forward_passes(config, groups_together=True)
+    passes_apart = num_forward_passes(config, groups_together=False)
+    if config.batch.groups == "apart" or passes_together == passes_apart:
+        return None
+    samples = config.batch.samples_per_prompt
+    return math.ceil(samples * lengths.total), samples * max_sequence_tokens(config)
+
+
+# ------------------------------------------------------------------------------------- the trainer
+def train_seconds(
+    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, lengths: Lengths, mfu: Constant
+) -> float:
+    """Seconds that all GPUs need, with pipeline bubble, TP and CP losses.
+
+    Args:
+        config: the run.
+        layout: of the trainer's ranks.
+        gpu: of each rank.
+        flops: of all ranks.
+        lengths: mean lengths of the samples.
+        mfu: share of the bf16 peak that one GPU reaches without these losses.
+    """
+    # bit_length() - 1 is the number of doublings of an axis.
+    efficiency = mfu.value
+    efficiency *= (1 - constants.TP_LOSS.value) ** (layout.tp.bit_length() - 1)
+    efficiency *= (1 - constants.CP_LOSS.value) ** (layout.cp.bit_length() - 1)
+    if config.precision.fp8 is not None:
+        efficiency *= constants.FP8_SPEEDUP.value
+
+    busy_s = flops / (layout.world_size * gpu.bf16_flops_s * efficiency)
+    return busy_s * (1 + bubble(config, layout, lengths))
+
+
+def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
+    """Idle time of the pipeline over its working time.
+
+    (pp - 1) / (micro-batches of a rank in an update * vpp), of Narayanan et al., arXiv:2104.04473,
+    section 2.2.
+    """
+    batch = config.batch
+    samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step
+    num_microbatches = round(samples * lengths.total / layout.dp / batch.tokens_per_microbatch)
+    return (layout.pp - 1) / (max(1, num_microbatches) * (layout.vpp or 1))
+
+
+def _step_forward_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
+    """FLOPs of one forward pass over all samples of a step, with a log-prob for each response
+    token.
+    """
+    samples = samples_per_step(config)
+    return forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
+
+
+def _forward_phase(
+    config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, lengths: Lengths, num_passes: int
+) -> Phase:
+    """The score and log-prob passes; one is over a mini-batch."""
+    mfu = constants.FORWARD_MFU
+    step_flops = _step_forward_flops(config, spec, lengths)
+    flops = step_flops * num_passes / config.batch.updates_per_step
+
+    seconds = train_seconds(config, layout, gpu, flops, lengths, mfu)
+    note = f"{num_passes} passes over a mini-batch"
+    return Phase("score and log-prob passes", seconds, flops, note, _inverse(mfu))
+
+
+def _update_phase(
+    config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, lengths: Lengths
+) -> Phase:
+    """Forward and backward passes of all updates, of the policy and the critic.
+
+    `flops` of the phase does not count recomputation; its seconds do.
+    """
+    mfu = constants.TRAIN_MFU
+    epochs = config.batch.epochs
+    policy = _step_forward_flops(config, spec, lengths)
+    critic = 0.0
+    if isinstance(config.objective, PpoOptions):
+        tokens = samples_per_step(config) * lengths.total
+        critic = forward_flops(spec, tokens, lengths.total, 0)
+
+    # The gradients of a matrix product's two factors are one product each: 3 forward passes.
+    epoch = 3 * (policy + critic)
+    layers_frac, head_frac = recomputed_flops(config, spec, lengths)
+    again_in_layers = (policy + critic) * layers_frac
+    again_in_head = policy * head_frac
+    executed = epoch + again_in_layers + again_in_head
+
+    seconds = train_seconds(config, layout, gpu, executed * epochs, lengths, mfu)
+    both_models = " of both models" if critic else ""
+    note = (
+        f"{config.batch.num_updates} updates{both_models}, bubble "
+        f"{bubble(config, layout, lengths):.0%}, of the time "
+        f"{again_in_layers / executed:.0%} recomputes layers, {again_in_head / executed:.0%} logits"
+    )
+    return Phase("updates", seconds, epoch * epochs, note, _inverse(mfu))
+
+
+def _offload_phase(config: RunConfig, spec: ModelSpec, layout: Layout) -> Phase:
+    """The trainer's state to host memory and back, once a step."""
+    moved_bytes = most_offloaded_bytes(config, spec, layout)
+    seconds = 2 * moved_bytes / (constants.HOST_GB_S.value * _GB)
+    note = f"{moved_bytes / _GB:.1f} GB a rank to host memory and back"
+    return Phase("off-load", seconds, 0.0, note, _inverse(constants.HOST_GB_S))
+
+
+# ------------------------------------------------------------------------------------ the samplers
+def _rollout_phase(
     config: RunConfig,
     spec: ModelSpec,
     layout: Layout,
@@ -249,70 +353,111 @@ def _rollout(
     Samples run in rounds that fill the cache; the last round has low concurrency until the response
     limit.
     """
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    servers = config.rollout.managed_servers
-    rollout = config.rollout.sglang
-    embedded = config.rollout.embedded
-    replicas, tp = (layout.world_size, 1) if servers is None else (servers.count, servers.tp)
     if sampling is None:
         return Phase("rollout", 0.0, 0.0, "attached servers: not estimated")
+    samples = samples_per_step(config)
+    servers = config.rollout.managed_servers
+    num_samplers = layout.world_size if servers is None else servers.count
+    tp = 1 if servers is None else servers.tp
+    num_gpus = num_samplers * tp
+
+    # Over its generation a response has half of its tokens on average.
     per_token = kv_bytes_per_token(spec, tp)
-    mean = lengths.prompt + lengths.response / 2
-    limit = math.inf if rollout is None else rollout.max_in_flight
-    limit = limit if embedded is None else embedded.batch_sequences
-    concurrent = max(
-        1.0, min(kv_cache_bytes(sampling) / (per_token * mean), limit, samples / replicas)
+    mean_context = lengths.prompt + lengths.response / 2
+    fit_cache = kv_cache_bytes(sampling) / (per_token * mean_context)
+    limit = _max_concurrent(config)
+    concurrent = max(1.0, min(fit_cache, limit, samples / num_samplers))
+    weight_bytes = _read_weight_bytes(config, spec, tp, concurrent)
+
+    # Full rounds: every decoding step gives `concurrent` tokens.
+    read_bytes = weight_bytes + per_token * concurrent * mean_context
+    full_step_s = _decode_step_s(spec, gpu, tp, read_bytes, concurrent, lengths)
+    tokens = samples * lengths.response / num_samplers
+    steady_s = tokens / concurrent * full_step_s
+
+    # The last round: low concurrency from the mean length to the limit, of which half counts.
+    read_bytes = weight_bytes + per_token * _TAIL_SEQUENCES * mean_context
+    tail_step_s = _decode_step_s(spec, gpu, tp, read_bytes, _TAIL_SEQUENCES, lengths)
+    tail_tokens = max(0.0, max_response_tokens(config) - lengths.response)
+    tail_s = tail_tokens * tail_step_s / 2
+
+    # One prefill a prompt: the samples of a prompt share its cache.
+    prompt_tokens = config.batch.prompts_per_step * lengths.prompt
+    prefill_flops = forward_flops(spec, prompt_tokens, lengths.prompt, 0)
+    prefill_s = prefill_flops / (num_gpus * gpu.bf16_flops_s * constants.FORWARD_MFU.value)
+
+    seconds = steady_s + tail_s + prefill_s
+    response_tokens = samples * lengths.response
+    decode_flops = forward_flops(spec, response_tokens, lengths.total, response_tokens)
+    tokens_per_s = response_tokens / seconds / num_gpus
+    note = (
+        f"{num_samplers} samplers x {concurrent:.0f} sequences, {tokens_per_s:,.0f} tokens/s a GPU"
     )
-    weights = (
-        4 * num_parameters(spec) if rollout is None else sampler_weight_bytes(rollout, spec)
-    ) / tp
-    if spec.moe is not None:  # few sequences read few experts; many read all
-        weights *= min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
-    step = _decode_step(spec, gpu, tp, weights + per_token * concurrent * mean, concurrent, lengths)
-    tokens = samples * lengths.response / replicas
-    steady = tokens / concurrent * step
-    few = _decode_step(spec, gpu, tp, weights + per_token * 8 * mean, 8, lengths)
-    tail = max(0.0, max_response_tokens(config) - lengths.response) * few / 2
-    prefill = forward_flops(spec, config.batch.prompts_per_step * lengths.prompt, lengths.prompt, 0)
-    seconds = (
-        steady
-        + tail
-        + prefill / (replicas * tp * gpu.bf16_tflops * 1e12 * constants.FORWARD_MFU.value)
-    )
-    rate = samples * lengths.response / seconds / (replicas * tp)
-    flops = (
-        forward_flops(spec, samples * lengths.response, lengths.total, samples * lengths.response)
-        + prefill
-    )
-    note = f"{replicas} samplers x {concurrent:.0f} sequences, {rate:,.0f} tokens/s a GPU"
-    return Phase("rollout", seconds, flops, note, _inverse(constants.DECODE_BANDWIDTH_FRAC))
+    span = _inverse(constants.DECODE_BANDWIDTH_FRAC)
+    return Phase("rollout", seconds, decode_flops + prefill_flops, note, span)
 
 
-def _decode_step(
-    spec: ModelSpec, gpu: Gpu, tp: int, read: float, concurrent: float, lengths: Lengths
+def _max_concurrent(config: RunConfig) -> float:
+    """The engine's limit of concurrent sequences of one sampler."""
+    if config.rollout.embedded is not None:
+        return config.rollout.embedded.batch_sequences
+    if config.rollout.sglang is not None:
+        return config.rollout.sglang.max_in_flight
+    return math.inf
+
+
+def _read_weight_bytes(config: RunConfig, spec: ModelSpec, tp: int, concurrent: float) -> float:
+    """Bytes of weights that one GPU of a sampler reads in a decoding step."""
+    rollout = config.rollout.sglang
+    if rollout is None:
+        weight_bytes = 4 * num_parameters(spec) / tp
+    else:
+        weight_bytes = sampler_weight_bytes(rollout, spec) / tp
+
+    if spec.moe is not None:
+        # Few sequences read few experts; many read all.
+        weight_bytes *= min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
+    return weight_bytes
+
+
+def _decode_step_s(
+    spec: ModelSpec, gpu: Gpu, tp: int, read_bytes: float, concurrent: float, lengths: Lengths
 ) -> float:
-    """Seconds of one decoding step of `concurrent` sequences that reads `read` bytes of weights and
-    cache on each GPU.
+    """Seconds of one decoding step, by the roofline model: the slower of memory and matrix units.
+
+    Args:
+        spec: the architecture.
+        gpu: of the server.
+        tp: tensor-parallel size of the server.
+        read_bytes: weights and cache that each GPU reads.
+        concurrent: sequences of the step, one token each.
+        lengths: mean lengths of the samples.
     """
-    by_bandwidth = read / (gpu.memory_gb_s * 1e9 * constants.DECODE_BANDWIDTH_FRAC.value)
+    bandwidth = gpu.memory_gb_s * _GB * constants.DECODE_BANDWIDTH_FRAC.value
+    memory_s = read_bytes / bandwidth
+
     flops = forward_flops(spec, concurrent, lengths.total, concurrent) / tp
-    by_compute = flops / (gpu.bf16_tflops * 1e12 * constants.DECODE_MFU.value)
-    return max(by_bandwidth, by_compute) + constants.DECODE_OVERHEAD_S.value
+    compute_s = flops / (gpu.bf16_flops_s * constants.DECODE_MFU.value)
+    return max(memory_s, compute_s) + constants.DECODE_OVERHEAD_S.value
 
 
-def _sync(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase:
+def _sync_phase(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase:
+    """Weights from the trainer to all servers."""
     rollout = config.rollout.sglang
     assert rollout is not None
     num_bytes = sampler_weight_bytes(rollout, spec)
     transport = rollout.sync.transport
-    note = f"{num_bytes / 1e9:.1f} GB"
+    note = f"{num_bytes / _GB:.1f} GB"
+
     if transport == "disk":
-        seconds = 2 * num_bytes / (constants.DISK_GB_S.value * 1e9)
+        # Written once, read once.
+        seconds = 2 * num_bytes / (constants.DISK_GB_S.value * _GB)
         rate = constants.DISK_GB_S
     else:
-        link = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
+        link_gb_s = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
         copies = servers_per_feeder(config, layout)
-        seconds = copies * num_bytes / (link * 1e9 * constants.SYNC_FRAC.value)
+        seconds = copies * num_bytes / (link_gb_s * _GB * constants.SYNC_FRAC.value)
         rate = constants.SYNC_FRAC
-        note += f", {copies} on the fullest link" if transport == "broadcast" else ""
+        if transport == "broadcast":
+            note += f", {copies} on the fullest link"
     return Phase(f"weight sync ({transport})", seconds, 0.0, note, _inverse(rate))

@@ -20,7 +20,7 @@ from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import PacsError
 from pacs_megatron.runtime.environment import DRIVER_FILES, installed, job_port
 from pacs_megatron.runtime.files import GIB, disk_error, existing_parent
-from pacs_megatron.workbench.plan import constants, memory
+from pacs_megatron.workbench.plan import constants, memory, state
 from pacs_megatron.workbench.plan.plan import Plan
 from pacs_megatron.workbench.preflight import doctor, quota
 from pacs_megatron.workbench.preflight.check import Check, Level, attempt, judged
@@ -198,7 +198,7 @@ def check_memory(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     need = ranks * plan.host_bytes_per_rank + 2 * memory.host_step_bytes(loaded.config)
     if not needs_gpus(loaded):
         states = (
-            memory.state_items(loaded.config, plan.spec, plan.layout, s)
+            state.state_items(loaded.config, plan.spec, plan.layout, s)
             for s in range(plan.layout.pp)
         )
         need += ranks * max(sum(item.num_bytes for item in state) for state in states)

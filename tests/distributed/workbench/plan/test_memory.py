@@ -15,7 +15,7 @@ from pacs_megatron.config import RunConfig
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
-from pacs_megatron.workbench.plan import memory
+from pacs_megatron.workbench.plan import activations, state
 from pacs_megatron.workbench.plan.plan import plan_of
 from tests.support.planned import run_config
 from tests.support.policies.policy_cases import make_part, make_policy, random_step
@@ -118,10 +118,10 @@ def test_bytes_are_exact(case: str, dtype: str, tmp_path: Path) -> None:
     )
     for stage in range(layout.pp):
         ranks = [found for found in live if found.stage == stage]
-        parameters = memory.rank_parameters(spec, layout, stage)
+        parameters = state.rank_parameters(spec, layout, stage)
         planned = {
             item.name.split(" (")[0]: item.num_bytes
-            for item in memory.state_items(config, spec, layout, stage)
+            for item in state.state_items(config, spec, layout, stage)
         }
         padding = planned["gradients"] / 4 - parameters.total
         width = 2 if dtype == "bf16" else 4
@@ -178,7 +178,7 @@ def test_tokens_that_experts_see(world: int, parallel: dict[str, Any], tmp_path:
         return sum(rows), batch.input_ids.shape[1]
 
     found = run_ranks(on_rank, world)
-    copies = memory.expert_copies(run_config("fp32", parallel), load_spec(folder))
+    copies = activations.expert_copies(run_config("fp32", parallel), load_spec(folder))
     assert sum(rows for rows, _ in found) == sum(copies * tokens for _, tokens in found)
 
 
@@ -193,12 +193,12 @@ def test_parameter_count_is_megatrons_own(family: str, tmp_path: Path) -> None:
 
     (held,) = run_ranks(on_rank, 1)
     config = run_config("fp32", {})
-    padded = memory.rank_parameters(spec, layout_of(config, 1), 0).total
+    padded = state.rank_parameters(spec, layout_of(config, 1), 0).total
     assert held == padded
     padding_rows = -(-spec.vocab_size // 128) * 128 - spec.vocab_size
     assert held - (
         1 if spec.tied else 2
-    ) * padding_rows * spec.hidden_size == memory.num_parameters(spec)
+    ) * padding_rows * spec.hidden_size == state.num_parameters(spec)
 
 
 def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
@@ -221,4 +221,4 @@ def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
 def test_chunk_of_logits_is_the_heads() -> None:
     from pacs_megatron.policy import head
 
-    assert head.logits_per_chunk is memory.logits_per_chunk
+    assert head.logits_per_chunk is activations.logits_per_chunk

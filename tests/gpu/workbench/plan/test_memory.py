@@ -21,7 +21,7 @@ from pacs_megatron.config.layout import layout_of
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.workbench.plan import memory
+from pacs_megatron.workbench.plan import activations, state
 from tests.support.planned import run_config
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import free_port
@@ -113,8 +113,8 @@ def test_one_stage_is_as_planned(family: str, granularity: str, tmp_path: Path) 
     spec = load_spec(folder)
     layout = layout_of(config, 1)
     items = [
-        *memory.state_items(config, spec, layout, 0),
-        *memory.activation_items(config, spec, layout, 0),
+        *state.state_items(config, spec, layout, 0),
+        *activations.activation_items(config, spec, layout, 0),
     ]
     planned = sum(item.num_bytes for item in items)
     table = ", ".join(f"{item.name} {item.num_bytes / 2**20:.0f}" for item in items)

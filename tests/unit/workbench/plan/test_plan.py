@@ -18,10 +18,18 @@ from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.runtime.files import GIB
-from pacs_megatron.workbench.plan import command, constants, memory, timing
+from pacs_megatron.workbench.plan import (
+    activations,
+    command,
+    constants,
+    memory,
+    state,
+    timing,
+)
 from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS, find_spec
-from pacs_megatron.workbench.plan.memory import num_parameters
-from pacs_megatron.workbench.plan.plan import make_plan, plan_of, search_layouts
+from pacs_megatron.workbench.plan.plan import make_plan, plan_of
+from pacs_megatron.workbench.plan.search import search_layouts
+from pacs_megatron.workbench.plan.state import num_parameters
 
 ROOT = Path(__file__).parents[4]
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
@@ -387,7 +395,7 @@ def test_activations_of_experts() -> None:
 
     def bytes_of(**parallel: Any) -> float:
         config = base.model_copy(update={"parallel": base.parallel.model_copy(update=parallel)})
-        return memory.layer_activation_bytes(config, spec)
+        return activations.layer_activation_bytes(config, spec)
 
     attention = (4096 + 512) + 2 * 4096 + 2 * 512
     experts = 8 * (2048 + 3 * 768)
@@ -492,14 +500,14 @@ def test_forward_passes_are_the_objectives_own(updates: int, groups: str) -> Non
         if groups == "apart":
             passes += sum(bool(real.statistics(index)) for index in range(updates))
         assert timing.num_forward_passes(config, groups_together=groups == "together") == passes
-        assert memory.needs_reference_snapshot(config) == ("reference" in real.logprob_passes(0))
+        assert state.needs_reference_snapshot(config) == ("reference" in real.logprob_passes(0))
 
 
 def test_layers_are_dealt_as_megatron_does() -> None:
-    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2), 1) == [4, 5, 6, 7]
-    assert memory.layers_of_stage(8, Layout(world_size=2, pp=2, vpp=2), 0) == [0, 1, 4, 5]
-    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 0) == 4
-    assert memory.microbatches_in_flight(Layout(world_size=4, pp=4), 3) == 1
+    assert state.layers_of_stage(8, Layout(world_size=2, pp=2), 1) == [4, 5, 6, 7]
+    assert state.layers_of_stage(8, Layout(world_size=2, pp=2, vpp=2), 0) == [0, 1, 4, 5]
+    assert activations.microbatches_in_flight(Layout(world_size=4, pp=4), 0) == 4
+    assert activations.microbatches_in_flight(Layout(world_size=4, pp=4), 3) == 1
 
 
 def test_parallel_axes_divide_what_they_should() -> None:
@@ -507,7 +515,7 @@ def test_parallel_axes_divide_what_they_should() -> None:
     assert spec is not None
     for tp, pp, ep in product((1, 2, 4), (1, 2, 4), (1, 8)):
         layout = Layout(world_size=32, tp=tp, pp=pp, ep=ep)
-        parts: list[Any] = [memory.rank_parameters(spec, layout, stage) for stage in range(pp)]
+        parts: list[Any] = [state.rank_parameters(spec, layout, stage) for stage in range(pp)]
         experts = sum(sum(part.experts) for part in parts) * layout.expert_tp * ep
         assert experts == 48 * 128 * 3 * 2048 * 768
     config = load_config(BIG).config

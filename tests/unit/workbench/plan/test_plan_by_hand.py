@@ -10,6 +10,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.workbench.plan import plan as planning
+from pacs_megatron.workbench.plan.render import render
 
 ROOT = Path(__file__).parents[4]
 H100_BYTES = 79.1 * 2**30
@@ -127,4 +128,4 @@ def test_ranges_contain_the_plan() -> None:
         assert memory is not None and memory.span[0] < memory.total < memory.span[1]
     low, high = plan.step_span
     assert low < plan.step_s < high
-    assert f"{low:.1f} to {high:.1f} s" in planning.render(plan)
+    assert f"{low:.1f} to {high:.1f} s" in render(plan)
