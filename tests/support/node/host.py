@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS
-from pacs_megatron.workbench.plan.memory import num_parameters
+from pacs_megatron.workbench.plan.state import num_parameters
 from tests.support.node.servers import GpuServer, Node, OutOfMemoryError, ipc_payload
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import save_tokenizer
