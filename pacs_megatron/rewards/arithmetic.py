@@ -1,4 +1,4 @@
-r"""Exact comparison of plain numbers, without symbolic mathematics."""
+"""Exact comparison of plain numbers, without symbolic mathematics."""
 
 import re
 from fractions import Fraction
@@ -30,11 +30,16 @@ def parse_number(text: str) -> Fraction | None:
     if match is None:
         return None
     groups = match.groupdict()
-    bottom = Fraction(groups["bottom"].replace(",", "")) if groups["bottom"] else Fraction(1)
-    if bottom == 0:
+    numerator = Fraction(groups["top"].replace(",", ""))
+    denominator = Fraction(1)
+    if groups["bottom"]:
+        denominator = Fraction(groups["bottom"].replace(",", ""))
+    if denominator == 0:
         return None
-    value = Fraction(groups["top"].replace(",", "")) / bottom
+
+    # Only `\frac` has a second sign, inside of its numerator.
     signs = groups["sign"] + (groups.get("inner") or "")
+    value = numerator / denominator
     return -value if signs.count("-") == 1 else value
 
 
@@ -50,7 +55,9 @@ def judge(prompt: Prompt, response: str) -> float:
             "an integer, fraction or decimal; use reward.name=math or correct the data"
         )
     boxed = last_boxed(response)
-    return 0.0 if boxed is None else float(parse_number(boxed) == gold)
+    if boxed is None:
+        return 0.0
+    return float(parse_number(boxed) == gold)
 
 
 def build(_: ArithmeticReward) -> RewardFn:

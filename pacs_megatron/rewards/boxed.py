@@ -10,12 +10,16 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}` whose braces close, stripped; None if there is none.
 
-    Linear in len(text).
+    Linear in len(text) if the last box closes.
     """
-    for start in reversed([match.end() for match in _OPEN.finditer(text)]):
+    starts = [match.end() for match in _OPEN.finditer(text)]
+    for start in reversed(starts):
         depth = 1
         for match in _BRACES.finditer(text, start):
-            depth += {"{": 1, "}": -1}.get(match[0], 0)
+            if match[0] == "{":
+                depth += 1
+            elif match[0] == "}":
+                depth -= 1
             if depth == 0:
                 return text[start : match.start()].strip()
     return None

@@ -42,27 +42,25 @@ class Code:
     def __call__(self, prompt: Prompt, response: str) -> Judgement:
         """Raises RewardError if the tests are malformed or the sandbox does not start."""
         tests = read_tests(prompt)
+        num_tests = len(tests.inputs)
         program = last_block(response)
-        total = len(tests.inputs)
         if program is None:
-            return Judgement(0.0, {"passed": 0, "tests": total, "reason": NO_PROGRAM})
+            return Judgement(0.0, {"passed": 0, "tests": num_tests, "reason": NO_PROGRAM})
+
         options = self._options
-        given = sandbox.Program(program, tests.inputs, tests.function)
         deadline = time.monotonic() + options.timeout_s
-        limits = sandbox.Limits(deadline, options.test_timeout_s, options.test_memory_gib)
-        results = sandbox.run_tests(given, limits, options.sandbox)
+        results = sandbox.run_tests(
+            sandbox.Program(program, tests.inputs, tests.function),
+            sandbox.Limits(deadline, options.test_timeout_s, options.test_memory_gib),
+            options.sandbox,
+        )
         for number, (result, expected) in enumerate(zip(results, tests.expected, strict=True)):
-            reason = result.get("error")
-            if reason is None and not _is_right(
-                result.get("output"), expected, tests.function is not None
-            ):
-                reason = "wrong output"
+            reason = _failure(result, expected, is_call=tests.function is not None)
             if reason is not None:
-                results.close()  # type: ignore[attr-defined]
-                return Judgement(
-                    0.0, {"passed": number, "tests": total, "reason": str(reason)[:200]}
-                )
-        return Judgement(1.0, {"passed": total, "tests": total})
+                results.close()  # type: ignore[attr-defined]  # ends the sandbox
+                details = {"passed": number, "tests": num_tests, "reason": reason[:200]}
+                return Judgement(0.0, details)
+        return Judgement(1.0, {"passed": num_tests, "tests": num_tests})
 
 
 def last_block(response: str) -> str | None:
@@ -72,17 +70,22 @@ def last_block(response: str) -> str | None:
 
 
 def read_tests(prompt: Prompt) -> Tests:
-    """Raises RewardError for an answer that is not in the schema."""
+    """The tests in the answer of a row.
+
+    Raises RewardError for an answer that is not in the schema.
+    """
     try:
-        found = json.loads(prompt.answer)
-        inputs = found["inputs"]
-        outputs = found["outputs"]
-        function = found.get("fn_name")
-        read = _call if function is not None else _text_pair
-        pairs = [read(*pair) for pair in zip(inputs, outputs, strict=True)]
+        answer = json.loads(prompt.answer)
+        inputs = answer["inputs"]
+        outputs = answer["outputs"]
+        function = answer.get("fn_name")
+        read = _text_pair if function is None else _call
+        pairs = [read(test, output) for test, output in zip(inputs, outputs, strict=True)]
         if pairs and isinstance(inputs, list) and (function is None or function.isidentifier()):
             return Tests(
-                function, [given for given, _ in pairs], [expected for _, expected in pairs]
+                function,
+                [test for test, _ in pairs],
+                [expected for _, expected in pairs],
             )
         reason = "no tests, or fn_name is no name"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -94,9 +97,9 @@ def read_tests(prompt: Prompt) -> Tests:
     )
 
 
-def _text_pair(given: Any, output: Any) -> tuple[str, str]:
+def _text_pair(test: Any, output: Any) -> tuple[str, str]:
     """Standard input and output. APPS writes some of them as lists of lines."""
-    texts = ["\n".join(text) if isinstance(text, list) else text for text in (given, output)]
+    texts = ["\n".join(text) if isinstance(text, list) else text for text in (test, output)]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a test of standard input and output is not text")
     return texts[0], texts[1]
@@ -111,7 +114,20 @@ def _call(arguments: Any, output: Any) -> tuple[list[Any], list[Any]]:
         return [json.loads(line) for line in arguments.split("\n")], [json.loads(output)]
     if not isinstance(arguments, list):
         raise TypeError(f"arguments are {type(arguments).__name__}, expected a list")
-    return arguments, [output, output[0]] if isinstance(output, list) and output else [output]
+    allowed = [output]
+    if isinstance(output, list) and output:
+        allowed.append(output[0])
+    return arguments, allowed
+
+
+def _failure(result: dict[str, Any], expected: Any, *, is_call: bool) -> str | None:
+    """The reason why a test failed; None if the program passed it."""
+    error = result.get("error")
+    if error is not None:
+        return str(error)
+    if not _is_right(result.get("output"), expected, is_call):
+        return "wrong output"
+    return None
 
 
 def _is_right(output: Any, expected: Any, is_call: bool) -> bool:
@@ -123,8 +139,12 @@ def _is_right(output: Any, expected: Any, is_call: bool) -> bool:
         except (ValueError, RecursionError):
             return False
         return any(result == allowed for allowed in expected)
-    left, right = (text.strip().split("\n") for text in (output, expected))
-    return len(left) == len(right) and all(map(_same_line, left, right))
+
+    lines = output.strip().split("\n")
+    expected_lines = expected.strip().split("\n")
+    if len(lines) != len(expected_lines):
+        return False
+    return all(_same_line(left, right) for left, right in zip(lines, expected_lines, strict=True))
 
 
 def _same_line(left: str, right: str) -> bool:

@@ -31,8 +31,8 @@ class Custom:
     def __call__(self, prompt: Prompt, response: str) -> float | Judgement:
         """Raises RewardError if the function raises, exits or returns no finite number."""
         try:
-            found = self._function(prompt, response)
-            return found if isinstance(found, Judgement) else as_reward(found)
+            reward = self._function(prompt, response)
+            return reward if isinstance(reward, Judgement) else as_reward(reward)
         except RewardError as error:
             raise RewardError(
                 f"reward.function={self._name}: {describe(error, named=False)}"
@@ -45,14 +45,15 @@ def describe(error: BaseException, *, named: bool = True) -> str:
     """One line for any exception, even if its `__str__` raises."""
     try:
         text = " ".join(str(error).split())
-    except Exception as second:  # text of a plug-in: it may raise anything
+    except Exception as second:  # noqa: BLE001  text of a plug-in: it may raise anything
         text = f"no text, its __str__ raised {type(second).__name__}"
     return f"{type(error).__name__}: {text}" if named else text
 
 
 def _load(function: str) -> Callable[[Prompt, str], Any]:
+    """Imports a function. Raises ConfigError unless it takes a prompt and a response."""
     file = find_file(function)
-    (where, _, attribute) = function.rpartition(":")
+    where, _, attribute = function.rpartition(":")
     try:
         module = importlib.import_module(where) if file is None else _load_file(file)
     except BaseException as error:  # the user's module runs here and may raise anything
@@ -65,19 +66,19 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
             f"reward.function={function!r}: {where} has no {attribute!r}; define it or correct "
             "the name"
         )
-    found = getattr(module, attribute)
-    if not callable(found):
+    loaded = getattr(module, attribute)
+    if not callable(loaded):
         raise ConfigError(
-            f"reward.function={function!r} is a {type(found).__name__}, expected a function"
+            f"reward.function={function!r} is a {type(loaded).__name__}, expected a function"
         )
     try:
-        inspect.signature(found).bind("prompt", "response")
+        inspect.signature(loaded).bind("prompt", "response")
     except TypeError as error:
         raise ConfigError(
             f"reward.function={function!r} cannot be called as f(prompt, response): {error}; it "
             "takes these two arguments"
         ) from error
-    return found  # type: ignore[no-any-return]
+    return loaded  # type: ignore[no-any-return]
 
 
 def find_file(function: str) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pacs_megatron.config.reward_options import HttpReward
 from pacs_megatron.errors import ConfigError, RewardError, shown
-from pacs_megatron.rewards.judging import Job
+from pacs_megatron.rewards.judging import JudgeInput
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.http import (
     CONNECTION_ERRORS,
@@ -49,34 +49,43 @@ class Http:
                 )
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def judge_batch(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """As `judge_all`.
+    def judge_batch(self, inputs: Sequence[JudgeInput]) -> list[dict[str, Any]]:
+        """Same as `judge_all`.
 
         Raises RewardError with server and attempts if no valid response arrives in time.
         """
         samples = [
             {
-                "prompt_id": p.id,
-                "problem": p.problem,
-                "prompt": p.text,
-                "answer": p.answer,
+                "prompt_id": prompt.id,
+                "problem": prompt.problem,
+                "prompt": prompt.text,
+                "answer": prompt.answer,
                 "response": response,
             }
-            for p, response in jobs
+            for prompt, response in inputs
         ]
-        data, facts = asyncio.run(self._request(json.dumps({"samples": samples}).encode()))
+        payload = json.dumps({"samples": samples}).encode()
+        data, attempts = asyncio.run(self._request(payload))
         rewards, labels = self._read(data, len(samples))
-        return [{"reward": reward, "details": facts | labels} for reward in rewards]
+        return [{"reward": reward, "details": attempts | labels} for reward in rewards]
 
     async def _request(self, payload: bytes) -> tuple[bytes, dict[str, Any]]:
-        """(response of status 200, record of the attempts)"""
+        """Sends a request until a response has status 200.
+
+        Returns:
+            The response.
+            A record of the attempts, for the details.
+
+        Raises:
+            RewardError: after the last attempt, or at once for an error that a retry cannot fix.
+        """
         url = self._options.url
         attempts = self._options.attempts
         share_s = self._options.timeout_s / attempts
         reason = ""
         async with open_session() as session:
             for attempt in range(1, attempts + 1):
-                started = time.monotonic()
+                start = time.monotonic()
                 try:
                     status, data = await exchange(
                         session, url, payload, self._headers, timeout_s=share_s, limit=_MAX_BYTES
@@ -89,45 +98,42 @@ class Http:
                     reason = " ".join(f"{type(error).__name__}: {error}".split())
                 else:
                     if status == 200:
-                        return data, {
-                            "server": url,
-                            "attempts": attempt,
-                            "latency_s": time.monotonic() - started,
-                        }
+                        latency_s = time.monotonic() - start
+                        return data, {"server": url, "attempts": attempt, "latency_s": latency_s}
                     reason = f"status {status}"
                     if status != 429 and status < 500:
                         raise RewardError(
                             f"{self._where}: {reason}, expected 200; check reward.url and the "
                             "server's log"
                         )
-                left_s = share_s - (time.monotonic() - started)
+
+                # A failed attempt does not use more than its share of the time.
+                left_s = share_s - (time.monotonic() - start)
                 if attempt < attempts and left_s > 0:
                     await asyncio.sleep(min(left_s, _FIRST_PAUSE_S * 2**attempt))
         raise RewardError(f"{self._where}: {attempts} attempts failed; the last one: {reason}")
 
     def _read(self, data: bytes, count: int) -> tuple[list[float], dict[str, str]]:
-        """The rewards, and the texts `model` and `version`."""
-        found = as_object(
-            parse_json(data, self._where, error=RewardError), self._where, error=RewardError
-        )
-        rewards = found.get("rewards")
+        """The rewards, and the texts `model` and `version`. Raises RewardError."""
+        value = parse_json(data, self._where, error=RewardError)
+        content = as_object(value, self._where, error=RewardError)
+        rewards = content.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != count:
-            got = (
-                f"{len(rewards)} rewards"
-                if isinstance(rewards, list)
-                else f"rewards of type {type(rewards).__name__}"
-            )
+            got = f"rewards of type {type(rewards).__name__}"
+            if isinstance(rewards, list):
+                got = f"{len(rewards)} rewards"
             raise RewardError(
                 f"{self._where}: {got}, expected a list of {count} numbers; correct the server"
             )
+
         labels: dict[str, str] = {}
         for name in ("model", "version"):
-            value = found.get(name)
-            if isinstance(value, str):
-                labels[name] = value[:_LABEL_CHARS]
-            elif value is not None:
+            text = content.get(name)
+            if isinstance(text, str):
+                labels[name] = text[:_LABEL_CHARS]
+            elif text is not None:
                 raise RewardError(
-                    f"{self._where}: {name} is {shown(value)}, expected text; correct the server"
+                    f"{self._where}: {name} is {shown(text)}, expected text; correct the server"
                 )
         try:
             return [as_reward(reward) for reward in rewards], labels

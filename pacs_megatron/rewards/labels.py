@@ -15,9 +15,9 @@ def as_reward(value: Any) -> float:
 
     Raises RewardError unless it is finite.
     """
-    number = (
-        value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
-    )
+    number = value
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+        number = value.item()
     if not isinstance(number, Real):
         raise RewardError(f"returned {type(value).__name__}, expected a number")
     try:
@@ -32,8 +32,9 @@ def as_reward(value: Any) -> float:
 
 
 def label_of(reward: float, threshold: float | None) -> int:
-    """1 if `reward >= threshold`, else 0; without a threshold the reward itself, which must be 0 or
-    1 (RewardError).
+    """1 if `reward >= threshold`, else 0; without a threshold the reward itself.
+
+    Raises RewardError unless the reward is finite and, without a threshold, 0 or 1.
     """
     if not math.isfinite(reward):
         raise RewardError(
@@ -52,8 +53,13 @@ def label_of(reward: float, threshold: float | None) -> int:
 def check_failures(
     failures: Collection[str], num_samples: int, max_failure_frac: float, then: str = ""
 ) -> None:
-    """Raises RewardError if more than `max_failure_frac` of a step's `num_samples` are unjudged;
-    `failures`: their reasons.
+    """Raises RewardError if too many samples of a step are unjudged.
+
+    Args:
+        failures: their reasons.
+        num_samples: of the step.
+        max_failure_frac: the share of samples that may be unjudged.
+        then: the end of the message, a further fix.
     """
     if len(failures) > max_failure_frac * num_samples:
         raise RewardError(

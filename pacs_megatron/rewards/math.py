@@ -26,12 +26,18 @@ _THOUSANDS = re.compile(r"(?<![\d.,])(-?[1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
 _BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}{0,2}")
 
 
+def build(options: MathReward) -> RewardFn:
+    """The rule of `label_rule`."""
+    return authors_rule if options.label_rule == "authors" else last_box
+
+
 def last_box(prompt: Prompt, response: str) -> float:
     r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a
     box).
 
-    Raises RewardError if the gold answer cannot be parsed or the comparison fails. Parses the gold
-    answer first, so a malformed one fails all responses, not only those with a box.
+    Parses the gold answer first, so a malformed one fails all responses, not only those with a box.
+
+    Raises RewardError if the gold answer cannot be parsed or the comparison fails.
     """
     gold = _parse_gold(prompt.answer)
     if not gold:
@@ -43,15 +49,14 @@ def last_box(prompt: Prompt, response: str) -> float:
     if not boxed or _other_base(prompt.answer, boxed):
         return 0.0
     answer = _parse(boxed)
+    if not answer:
+        return 0.0
     try:
-        return float(
-            bool(answer) and verify(gold, answer, timeout_seconds=None, raise_on_error=True)
-        )
+        return float(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
     except Exception as error:  # sympy raises many types; each of them means "not judged"
         raise RewardError(
             f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt "
-            f"{prompt.id} raised "
-            f"{type(error).__name__}"
+            f"{prompt.id} raised {type(error).__name__}"
         ) from error
 
 
@@ -59,29 +64,35 @@ def authors_rule(prompt: Prompt, response: str) -> float:
     r"""The label rule of the PACS authors' code: math-verify's metric on the whole response.
 
     The final expression counts anywhere in the text, with or without `\boxed{}`: LaTeX or plain
-    numbers, with math-verify's priorities and time limits. Source: ritzz-ai/PACS,
-    src/reward_function.py (bbe1dc6). One difference: an error, such as a gold answer without LaTeX,
-    is a 0 there and a RewardError here. math-verify evaluates plain expressions as Python; its
-    grammar accepts only digits, operators and parentheses.
+    numbers, with math-verify's priorities and time limits. math-verify evaluates plain expressions
+    as Python; its grammar accepts only digits, operators and parentheses.
+
+    Source: ritzz-ai/PACS, src/reward_function.py (bbe1dc6). One difference: an error, such as a
+    gold answer without LaTeX, is a 0 there and a RewardError here.
     """
     try:
-        return float(_METRIC([f"\\boxed{{{prompt.answer}}}"], [response])[0])
+        score, _ = _METRIC([f"\\boxed{{{prompt.answer}}}"], [response])
+        return float(score)
     except Exception as error:  # math-verify and sympy raise many types
         raise RewardError(
             f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} "
-            "raised "
-            f"{type(error).__name__}; correct or remove the row if it is not LaTeX"
+            f"raised {type(error).__name__}; correct or remove the row if it is not LaTeX"
         ) from error
 
 
-def build(options: MathReward) -> RewardFn:
-    return authors_rule if options.label_rule == "authors" else last_box
+@lru_cache(maxsize=1024)
+def _parse_gold(answer: str) -> list[Any]:
+    """Cached: all samples of a group have the same gold answer."""
+    boxed = last_boxed(answer)
+    text = answer if boxed is None else boxed
+    return _parse(text) if text.strip() else []
 
 
 def _parse(latex: str) -> list[Any]:
+    """The candidates that math-verify reads from an answer; empty if it cannot be parsed."""
     text = f"\\boxed{{{_clean(latex)}}}"
-    found: list[Any] = parse(text, _LATEX, fallback_mode="no_fallback", parsing_timeout=None)
-    return found
+    parsed: list[Any] = parse(text, _LATEX, fallback_mode="no_fallback", parsing_timeout=None)
+    return parsed
 
 
 def _other_base(gold: str, answer: str) -> bool:
@@ -93,15 +104,8 @@ def _other_base(gold: str, answer: str) -> bool:
     return left is not None and right is not None and left["base"] != right["base"]
 
 
-@lru_cache(maxsize=1024)
-def _parse_gold(answer: str) -> list[Any]:
-    """Cached: all samples of a group have the same gold answer."""
-    boxed = last_boxed(answer)
-    text = answer if boxed is None else boxed
-    return _parse(text) if text.strip() else []
-
-
 def _clean(latex: str) -> str:
+    """An answer without `$`, Unicode minus and commas between thousands."""
     text = latex.strip()
     for left, right in _WRAPPERS:
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):

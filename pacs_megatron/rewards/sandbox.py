@@ -1,7 +1,9 @@
-"""Runs programs of the policy in a bubblewrap sandbox: separate namespaces for processes, network,
-IPC and host name; a read-only root with only Python, its libraries and numpy; a /tmp in memory; a
-separate user; a filter of system calls; and limits of CPU, memory, processes, files, output and
-time. The kernel kills all processes in it when this process ends.
+"""Runs programs of the policy in a bubblewrap sandbox.
+
+The sandbox has separate namespaces for processes, network, IPC and host name; a read-only root with
+only Python, its libraries and numpy; a /tmp in memory; a separate user; a filter of system calls;
+and limits of CPU, memory, processes, files, output and time. The kernel kills all processes in it
+when this process ends. `sandbox_runner.py` runs inside.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -36,50 +38,99 @@ _MEMORY_POLL_S = 0.2
 _FRAME_BYTES = 50 << 20
 """The runner's limit of output, escaped as JSON"""
 _TMP_BYTES = 64 << 20
+
+# Classic BPF. Every rule is (operation, steps if true, steps if false, operand).
 _LOAD = 0x20
-_EQUAL = 0x15
-_GIVE = 0x06
-"""Classic BPF: load a word of the call, jump if equal, return"""
+_IF_EQUAL = 0x15
+_IF_AT_LEAST = 0x35
+_IF_ANY_BIT = 0x45
+_RETURN = 0x06
+_NUMBER = 0
+"""Place of the system call's number in the data of a filter"""
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
+
+# Results of a filter (linux/seccomp.h).
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
 _NO_ACCESS = 0x00050000 | 1
+"""SECCOMP_RET_ERRNO with EPERM"""
 _NOT_THERE = 0x00050000 | 38
-"""SECCOMP_RET_ERRNO with EPERM, and with ENOSYS: the C library then calls clone, whose flags a
-filter can read.
-"""
+"""SECCOMP_RET_ERRNO with ENOSYS: the C library then calls clone, whose flags a filter can read"""
 _NAMESPACES = 0x7E020080
 """The clone flags CLONE_NEW*"""
-# Architecture, clone3, clone, and system calls that no program of a test needs: memory outside the
-# limits (memfd_create, memfd_secret, System V, message queues, io_uring, userfaultfd), other
-# processes (ptrace, process_vm_*, pidfd_getfd), namespaces and mounts, keys, and kernel interfaces
-# (bpf, perf, kexec, modules, open_by_handle_at).
-_SYSTEM_CALLS = {
-    "x86_64": (
-        *(0xC000003E, 435, 56),
-        "319 447 29 30 31 64 68 240 425 323 101 310 311 438 272 308 165 166 155 428 429 430 431 "
-        "432 442 248 249 250 321 298 246 320 175 313 304",
-    ),
-    "aarch64": (
-        *(0xC00000B7, 435, 220),
-        "279 447 194 195 196 190 186 180 425 282 117 270 271 438 97 268 40 39 41 428 429 430 431 "
-        "432 442 217 218 219 280 241 104 294 105 273 265",
-    ),
+_X32_BIT = 0x40000000
+"""Set in the numbers of the x32 system calls, which a filter of 64-bit numbers would miss"""
+
+_MACHINES = ("x86_64", "aarch64")
+_AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+"""Number of the architecture, by machine"""
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_DENIED = {
+    # Memory outside of the limits
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "io_uring_setup": (425, 425),
+    "userfaultfd": (323, 282),
+    # Other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    # Namespaces and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    # Keys
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # Interfaces of the kernel
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "open_by_handle_at": (304, 265),
 }
+"""System calls that no program of a test needs -> numbers, by machine"""
 
 
-def find_problem() -> str | None:
-    """Runs a program in bubblewrap; returns the reason why it is not isolated on this host, or
-    None.
+class Program(NamedTuple):
+    """A program and its tests.
+
+    `inputs` are standard input as text, or with `function` lists of its arguments.
     """
-    if shutil.which("bwrap") is None:
-        return "bwrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)"
-    if platform.machine() not in _SYSTEM_CALLS:
-        return f"no filter of system calls for {platform.machine()}; expected {' or '.join(_SYSTEM_CALLS)}"
-    try:
-        limits = Limits(time.monotonic() + _START_LIMIT_S, 5.0, 1.0)
-        with report_wait("for a program in bubblewrap"):
-            results = list(run_tests(Program("print(input())", ["ok"], None), limits, "bubblewrap"))
-    except RewardError as error:
-        return str(error)
-    return None if results == [{"output": "ok\n"}] else f"a program that prints `ok` gave {results}"
+
+    code: str
+    inputs: Sequence[Any]
+    function: str | None
+
+
+class Limits(NamedTuple):
+    """`deadline` is a time of `time.monotonic`; `test_s` is wall-clock and CPU time of one test;
+    `memory_gib` counts all processes of the program.
+    """
+
+    deadline: float
+    test_s: float
+    memory_gib: float
 
 
 def check(sandbox: str) -> None:
@@ -96,80 +147,108 @@ def check(sandbox: str) -> None:
         )
 
 
-class Program(NamedTuple):
-    """A program and its tests:
-
-    `inputs` are standard input as text, or with `function` lists of its arguments.
+def find_problem() -> str | None:
+    """Runs a program in bubblewrap; returns the reason why it is not isolated on this host, or
+    None.
     """
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)"
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        return f"no filter of system calls for {machine}; expected {' or '.join(_MACHINES)}"
 
-    code: str
-    inputs: Sequence[Any]
-    function: str | None
-
-
-class Limits(NamedTuple):
-    """`test_s` is wall-clock and CPU time of one test; `memory_gib` counts all processes of the
-    program.
-    """
-
-    deadline: float
-    test_s: float
-    memory_gib: float
+    program = Program("print(input())", ["ok"], None)
+    limits = Limits(time.monotonic() + _START_LIMIT_S, 5.0, 1.0)
+    try:
+        with report_wait("for a program in bubblewrap"):
+            results = list(run_tests(program, limits, "bubblewrap"))
+    except RewardError as error:
+        return str(error)
+    if results != [{"output": "ok\n"}]:
+        return f"a program that prints `ok` gave {results}"
+    return None
 
 
 def run_tests(program: Program, limits: Limits, sandbox: str) -> Iterator[dict[str, Any]]:
-    """One result for each input, `{"output": text}` or `{"error": reason}`, until the first error.
+    """Runs a program on its tests, in order, until the first error.
 
-    Raises RewardError if the sandbox does not start.
+    Closing the iterator ends the sandbox.
+
+    Args:
+        program: the program and the inputs.
+        limits: of time and memory.
+        sandbox: `reward.sandbox`, "bubblewrap" or "none".
+
+    Yields:
+        One result for each input, `{"output": text}` or `{"error": reason}`.
+
+    Raises:
+        RewardError: if the sandbox does not start.
     """
-    isolated = sandbox != "none"
+    is_isolated = sandbox != "none"
+    memory_bytes = int(limits.memory_gib * 2**30)
     # Every worker has its own user, because the kernel counts processes by user. Root only; others
     # use a user namespace.
-    uid = 60_000 + os.getpid() % 5_000 if isolated and os.geteuid() == 0 else None
-    memory_bytes = int(limits.memory_gib * 2**30)
-    job = {**program._asdict(), "uid": uid, "isolated": isolated}
-    job |= {"seconds": limits.test_s, "memory_bytes": memory_bytes}
-    with (
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as errors,
-        contextlib.ExitStack() as stack,
-    ):
-        given.write(json.dumps(job).encode())
-        given.seek(0)
-        python = [sys.executable, "-I", "-S", "-B"]
-        if isolated:
+    uid = 60_000 + os.getpid() % 5_000 if is_isolated and os.geteuid() == 0 else None
+    job = {
+        **program._asdict(),
+        "uid": uid,
+        "isolated": is_isolated,
+        "seconds": limits.test_s,
+        "memory_bytes": memory_bytes,
+    }
+    with _running(job, is_isolated=is_isolated) as (process, errors):
+        read = _reader(process, memory_bytes)
+        ready = read(min(limits.deadline, time.monotonic() + _START_LIMIT_S))
+        if ready != {"ready": True}:
+            errors.seek(0)
+            text = errors.read(2000).decode("utf-8", "replace")
+            reason = " ".join(text.split()) or ready.get("error")
+            raise RewardError(f"the sandbox ({sandbox}) does not start: {reason}")
+
+        for _ in program.inputs:
+            result = read(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
+            yield result
+            if "output" not in result:
+                return
+
+
+@contextlib.contextmanager
+def _running(
+    job: dict[str, Any], *, is_isolated: bool
+) -> Iterator[tuple["subprocess.Popen[bytes]", IO[bytes]]]:
+    """Starts the runner with `job`; yields its process and its error output, and ends it."""
+    options = ["-I", "-S", "-B"]
+    descriptors: tuple[int, ...] = ()
+    inherited = ("PATH", "PACS_REWARD_WORKER")
+    with contextlib.ExitStack() as stack:
+        stdin = stack.enter_context(tempfile.TemporaryFile())
+        stdin.write(json.dumps(job).encode())
+        stdin.seek(0)
+        errors = stack.enter_context(tempfile.TemporaryFile())
+        if is_isolated:
             rules = stack.enter_context(tempfile.TemporaryFile())
             rules.write(_filter())
             rules.seek(0)
-            python[0] = _interpreter()
-            command = [*_bubblewrap(rules.fileno()), *python, "/runner.py"]
+            descriptors = (rules.fileno(),)
+            command = [*_bubblewrap(rules.fileno()), _interpreter(), *options, "/runner.py"]
             folder = "/"
-            fds: tuple[int, ...] = (rules.fileno(),)
         else:
+            command = [sys.executable, *options, str(RUNNER)]
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pacs-code-"))
-            command = [*python, str(RUNNER)]
-            fds = ()
-        env = {
-            name: os.environ[name] for name in ("PATH", "PACS_REWARD_WORKER") if name in os.environ
-        }
+
         process = subprocess.Popen(
-            command, stdin=given, stdout=subprocess.PIPE, stderr=errors, pass_fds=fds, cwd=folder, env=env,
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            pass_fds=descriptors,
+            cwd=folder,
+            env={name: os.environ[name] for name in inherited if name in os.environ},
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
-            read = _reader(process, memory_bytes)
-            first = read(min(limits.deadline, time.monotonic() + _START_LIMIT_S))
-            if first != {"ready": True}:
-                errors.seek(0)
-                reason = " ".join(
-                    errors.read(2000).decode("utf-8", "replace").split()
-                ) or first.get("error")
-                raise RewardError(f"the sandbox ({sandbox}) does not start: {reason}")
-            for _ in program.inputs:
-                result = read(min(limits.deadline, time.monotonic() + limits.test_s + _GRACE_S))
-                yield result
-                if "output" not in result:
-                    return
+            yield process, errors
         finally:
             _end(process)
 
@@ -187,11 +266,12 @@ def _reader(
 
     def read(deadline: float) -> dict[str, Any]:
         while b"\n" not in buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 return {"error": "time limit"}
-            if not select.select([source], [], [], min(left, _MEMORY_POLL_S))[0]:
-                if _memory(process.pid) > memory_bytes:
+            readable, _, _ = select.select([source], [], [], min(left_s, _MEMORY_POLL_S))
+            if not readable:
+                if _memory_bytes(process.pid) > memory_bytes:
                     return {"error": "memory limit"}
                 continue
             piece = os.read(source, 1 << 20)
@@ -200,7 +280,9 @@ def _reader(
             buffer.extend(piece)
             if len(buffer) > _FRAME_BYTES:
                 return {"error": "output limit"}
-        line, _, buffer[:] = buffer.partition(b"\n")
+
+        line, _, rest = buffer.partition(b"\n")
+        buffer[:] = rest
         try:
             return {**json.loads(line)}
         except (ValueError, RecursionError, TypeError):
@@ -215,7 +297,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
     return []
 
 
-def _memory(pid: int) -> int:
+def _memory_bytes(pid: int) -> int:
     """Resident bytes of all descendants."""
     total = 0
     for child in _descendants(pid):
@@ -225,7 +307,7 @@ def _memory(pid: int) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kills bubblewrap and with it all processes inside; without a sandbox kills all descendants."""
+    """Kills bubblewrap and with it all processes inside; without a sandbox all descendants."""
     for child in [*_descendants(process.pid), process]:
         with contextlib.suppress(psutil.Error):
             child.kill()
@@ -235,86 +317,89 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _interpreter() -> str:
+    """The interpreter behind a virtual environment's link."""
     return str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
 
 
 def _bubblewrap(rules: int) -> list[str]:
-    command = [
-        "bwrap",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
-    if (
-        os.geteuid() == 0
-    ):  # the runner changes its user itself, because root's processes are not counted
+    """The command up to the program in the sandbox; `rules` is the descriptor of the filter."""
+    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try"]
+    if os.geteuid() == 0:
+        # The runner changes its user itself, because root's processes are not counted.
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    folder = str(Path(sys.base_prefix).resolve())
-    source = _interpreter() if folder == "/usr" else folder
-    for parent in ["/usr", "/packages", "/dev", *map(str, reversed(Path(source).parents[:-1]))]:
-        command += [
-            "--perms",
-            "0755",
-            "--dir",
-            parent,
-        ]  # bubblewrap's default is readable by root only
+    command += _python_mounts()
+    command += _numpy_mounts()
+    for device in ("null", "zero", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    command += ["--ro-bind", str(RUNNER), "/runner.py"]
+    command += ["--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]  # noqa: S108
+    command += ["--remount-ro", "/", "--chdir", "/tmp"]  # noqa: S108
+    command += ["--clearenv", "--setenv", "OPENBLAS_NUM_THREADS", "1"]
+    command += ["--die-with-parent", "--new-session", "--seccomp", str(rules)]
+    return command
+
+
+def _python_mounts() -> list[str]:
+    """Options that mount the interpreter with its libraries, and those of the system."""
+    options: list[str] = []
+    prefix = str(Path(sys.base_prefix).resolve())
+    source = _interpreter() if prefix == "/usr" else prefix
+    parents = [str(parent) for parent in reversed(Path(source).parents[:-1])]
+    for folder in ("/usr", "/packages", "/dev", *parents):
+        # bubblewrap's default is readable by root only.
+        options += ["--perms", "0755", "--dir", folder]
     for name in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
         path = Path(name)
         if path.is_symlink():
-            command += ["--symlink", os.readlink(path), name]
+            options += ["--symlink", os.readlink(path), name]
         elif path.is_dir():
-            command += ["--ro-bind", name, name]
-    command += ["--ro-bind", source, source]
+            options += ["--ro-bind", name, name]
+    return [*options, "--ro-bind", source, source]
+
+
+def _numpy_mounts() -> list[str]:
+    """Options that mount numpy, if it is installed."""
     numpy = importlib.util.find_spec("numpy")
-    for package in () if numpy is None or numpy.origin is None else ("numpy", "numpy.libs"):
-        path = Path(numpy.origin).parents[1] / package  # type: ignore[union-attr,arg-type]
-        if path.is_dir():
-            command += ["--ro-bind", str(path), f"/packages/{package}"]
-    for device in ("null", "zero", "urandom"):
-        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += [
-        "--ro-bind",
-        str(RUNNER),
-        "/runner.py",
-        "--perms",
-        "1777",
-        "--size",
-        str(_TMP_BYTES),
-        "--tmpfs",
-        "/tmp",
-    ]
-    command += [
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/tmp",
-        "--clearenv",
-        "--setenv",
-        "OPENBLAS_NUM_THREADS",
-        "1",
-    ]
-    return [*command, "--die-with-parent", "--new-session", "--seccomp", str(rules)]
+    if numpy is None or numpy.origin is None:
+        return []
+    options: list[str] = []
+    packages = Path(numpy.origin).parents[1]
+    for name in ("numpy", "numpy.libs"):
+        if (packages / name).is_dir():
+            options += ["--ro-bind", str(packages / name), f"/packages/{name}"]
+    return options
 
 
 def _filter() -> bytes:
-    """The seccomp program (classic BPF):
+    """The seccomp program (classic BPF) for this machine.
 
-    EPERM for the denied calls and for namespaces, other architectures are killed.
+    EPERM for the denied calls and for namespaces; another architecture is killed.
     """
-    arch, clone3, clone, denied = _SYSTEM_CALLS[platform.machine()]
-    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_GIVE, 0, 0, 0x80000000), (_LOAD, 0, 0, 0)]
-    code += [(0x35, 0, 1, 0x40000000), (_GIVE, 0, 0, _NO_ACCESS)]  # the x32 numbers
-    for number in map(int, denied.split()):
-        code += [(_EQUAL, 0, 1, number), (_GIVE, 0, 0, _NO_ACCESS)]
-    code += [
-        (_EQUAL, 0, 1, clone3),
-        (_GIVE, 0, 0, _NOT_THERE),
-        (_EQUAL, 0, 3, clone),
-        (_LOAD, 0, 0, 16),
+    machine = _MACHINES.index(platform.machine())
+    rules = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_IF_AT_LEAST, 0, 1, _X32_BIT),
+        (_RETURN, 0, 0, _NO_ACCESS),
     ]
-    code += [(0x45, 0, 1, _NAMESPACES), (_GIVE, 0, 0, _NO_ACCESS), (_GIVE, 0, 0, 0x7FFF0000)]
-    return b"".join(struct.pack("=HBBI", *row) for row in code)
+    for numbers in _DENIED.values():
+        rules += [
+            (_IF_EQUAL, 0, 1, numbers[machine]),
+            (_RETURN, 0, 0, _NO_ACCESS),
+        ]
+    rules += [
+        (_IF_EQUAL, 0, 1, _CLONE3[machine]),
+        (_RETURN, 0, 0, _NOT_THERE),
+        # All calls except clone go to the end.
+        (_IF_EQUAL, 0, 3, _CLONE[machine]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_IF_ANY_BIT, 0, 1, _NAMESPACES),
+        (_RETURN, 0, 0, _NO_ACCESS),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *rule) for rule in rules)
