@@ -1,1 +1,1 @@
-"""Streaming conversion between Hugging Face folders and Megatron checkpoints, with a certificate."""
+"""Conversion between Hugging Face folders and Megatron checkpoints, with a certificate."""

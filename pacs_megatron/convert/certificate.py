@@ -1,5 +1,6 @@
-"""The certificate of a conversion: every tensor of both sides with its digest, and the checks that
-passed.
+"""The certificate of a conversion.
+
+It has every tensor of both sides with its digest, and the checks that passed.
 """
 
 import json
@@ -25,12 +26,14 @@ Side = Literal["hf", "megatron"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Certificate:
-    """Several threads add to it; tensors are sorted by name when written."""
+class ConversionCertificate:
+    """The content of a certificate. Several threads add tensors; the file has them by name."""
 
     direction: Literal["hf-to-megatron", "megatron-to-hf", "verify"]
     source: str
+    """path of the folder or checkpoint that was read"""
     target: str
+    """path of the folder or checkpoint that was written, or compared"""
     spec: ModelSpec
     checks: dict[str, str] = field(default_factory=dict)
     """Name -> result. A failed check raises, so a certificate has passed checks only."""
@@ -40,10 +43,10 @@ class Certificate:
     _tensors: dict[Side, dict[str, dict[str, Any]]] = field(
         default_factory=lambda: {"hf": {}, "megatron": {}}
     )
-    """Name -> full shape, dtype, and the digest of the row-major bytes"""
+    """side -> name -> full shape, dtype, and the digest of the row-major bytes"""
 
     def add(self, side: Side, name: str, tensor: torch.Tensor) -> None:
-        """Records one tensor."""
+        """Records one full tensor, any shape and dtype, on the CPU."""
         record: dict[str, Any] = {
             "name": name,
             "shape": list(tensor.shape),
@@ -54,11 +57,10 @@ class Certificate:
         self._tensors[side][name] = record
 
     def write(self, path: Path) -> None:
-        sides: dict[str, Any] = {}
-        for side, found in self._tensors.items():
-            records = [found[name] for name in sorted(found)]
-            nbytes = sum(record["nbytes"] for record in records)
-            sides[side] = {"num_tensors": len(records), "nbytes": nbytes, "tensors": records}
+        """Writes the certificate as JSON."""
+        versions = {"python": platform.python_version()}
+        for name in _VERSIONS_OF:
+            versions[name] = installed(name) or "not installed"
         content = {
             "direction": self.direction,
             "format": _FORMAT,
@@ -66,11 +68,22 @@ class Certificate:
             "source": self.source,
             "target": self.target,
             "family": self.spec.family,
-            "versions": {"python": platform.python_version()}
-            | {name: installed(name) or "not installed" for name in _VERSIONS_OF},
+            "versions": versions,
             "checks": [{"name": name, "result": result} for name, result in self.checks.items()],
             "left_out": sorted(self.left_out),
             "logits": self.logits,
-            **sides,
+            "hf": self._side("hf"),
+            "megatron": self._side("megatron"),
         }
-        write_outputs([(path, (json.dumps(content, indent=1) + "\n").encode())])
+        text = json.dumps(content, indent=1) + "\n"
+        write_outputs([(path, text.encode())])
+
+    def _side(self, side: Side) -> dict[str, Any]:
+        """The records of all tensors of a side, by name, with their number and size."""
+        tensors = self._tensors[side]
+        records = [tensors[name] for name in sorted(tensors)]
+        return {
+            "num_tensors": len(records),
+            "nbytes": sum(record["nbytes"] for record in records),
+            "tensors": records,
+        }

@@ -16,9 +16,9 @@ from pacs_megatron.observability import logs
 
 @contextmanager
 def _command() -> Iterator[None]:
-    """Logs to the console.
+    """Logs to the console inside the block.
 
-    SIGTERM ends the block as Ctrl-C does, so `with` blocks remove partial output.
+    SIGTERM ends it like Ctrl-C, so `with` blocks remove partial output.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -35,24 +35,24 @@ def _command() -> Iterator[None]:
 @_command()
 def to_megatron(hf: str, **options: Any) -> str:
     """Hugging Face folder or hub id -> Megatron checkpoint."""
-    from pacs_megatron.convert.convert import Options, hf_to_megatron
+    from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron
 
-    return hf_to_megatron(hf, Options(**options))
+    return hf_to_megatron(hf, ConversionOptions(**options))
 
 
 @_command()
 def to_hf(checkpoint: Path, step: int | None, **options: Any) -> str:
     """Converted or training checkpoint -> Hugging Face folder."""
-    from pacs_megatron.convert.convert import Options, megatron_to_hf
+    from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 
-    return megatron_to_hf(checkpoint, Options(**options), step=step)
+    return megatron_to_hf(checkpoint, ConversionOptions(**options), step=step)
 
 
 @_command()
 def verify(
     hf: str, checkpoint: Path, certificate: Path, *, step: int | None, logits: bool, **options: Any
 ) -> str:
-    """Compares both sides; `options` are those of LogitsOptions."""
+    """Compares a Hugging Face folder with a checkpoint; `options` are those of LogitsOptions."""
     from pacs_megatron.convert.logits import LogitsOptions
     from pacs_megatron.convert.verify import verify
 
@@ -60,6 +60,5 @@ def verify(
         raise ConversionError(
             "--tp, --pp and --ep are the layout of --logits; add --logits or remove them"
         )
-    return verify(
-        hf, checkpoint, certificate, step=step, logits=LogitsOptions(**options) if logits else None
-    )
+    logits_options = LogitsOptions(**options) if logits else None
+    return verify(hf, checkpoint, certificate, step=step, logits=logits_options)

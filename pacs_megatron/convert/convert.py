@@ -1,5 +1,6 @@
-"""HF folder -> Megatron checkpoint and back, tensor by tensor: memory use does not depend on the
-model's size.
+"""Hugging Face folder -> Megatron checkpoint and back, tensor by tensor.
+
+Memory use does not depend on the model's size.
 """
 
 import math
@@ -30,9 +31,10 @@ from pacs_megatron.checkpoint.manifest import (
     write_manifest,
 )
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
+from pacs_megatron.checkpoint.safetensors_file import TensorInfo
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
-from pacs_megatron.convert.certificate import CERTIFICATE_NAME, Certificate
-from pacs_megatron.convert.pipeline import WORKERS, Job, run_jobs
+from pacs_megatron.convert.certificate import CERTIFICATE_NAME, ConversionCertificate
+from pacs_megatron.convert.pipeline import WORKERS, Task, run_tasks
 from pacs_megatron.convert.verify import DTYPES, FILES, check_names, compare, files_check
 from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
@@ -41,52 +43,60 @@ from pacs_megatron.runtime.json_reader import parse_json, read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of both directions. `dtype` is a key of DTYPES; None keeps the source's dtype."""
+class ConversionOptions:
+    """Options of both directions."""
 
     out: Path
+    """target folder"""
     dtype: str | None = None
+    """a key of DTYPES; None keeps the source's dtype"""
     verify: bool = False
+    """whether to read the result back and compare every bit"""
     verify_source: bool = True
     """whether to compare a Megatron checkpoint's files with its manifest's digests before reading
     them
     """
 
 
-def _summary(options: Options, num_tensors: int, nbytes: int, seconds: float) -> str:
+def _summary(options: ConversionOptions, num_tensors: int, nbytes: int, seconds: float) -> str:
+    gigabytes = nbytes / 1e9
+    outcome = "not verified (use --verify)"
+    if options.verify:
+        outcome = "read back and equal bit for bit"
     return (
-        f"{options.out}: {num_tensors} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
-        f"({nbytes / 1e9 / max(seconds, 1e-9):.2f} GB/s); "
-        + ("read back and equal bit for bit" if options.verify else "not verified (use --verify)")
+        f"{options.out}: {num_tensors} tensors, {gigabytes:.3f} GB in {seconds:.1f} s "
+        f"({gigabytes / max(seconds, 1e-9):.2f} GB/s); {outcome}"
     )
 
 
-def _refuse_inside(out: Path, source: Path) -> None:
+def _check_outside(out: Path, source: Path) -> None:
+    """Raises ConversionError if the target is inside the source."""
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(source)):
         raise ConversionError(
             f"{out} is inside the source {source}; choose an output folder outside of it"
         )
 
 
-def hf_to_megatron(hf: str, options: Options) -> str:
-    """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP; returns a summary.
+def hf_to_megatron(hf: str, options: ConversionOptions) -> str:
+    """Writes a Megatron checkpoint that loads at any TP x PP x VPP x EP.
 
-    Raises PacsError subclasses for an incomplete source, a full disk or an existing output, and
-    removes partial output.
+    Args:
+        hf: Hugging Face folder or hub id.
+        options: target, dtype, and whether to read the result back.
+
+    Returns:
+        A summary of one line.
+
+    Raises:
+        PacsError: a subclass of it, for an incomplete source, a full disk or an existing output;
+            partial output is removed.
     """
     start = time.perf_counter()
     folder = HfFolder(model_folder(hf, "--hf"))
-    _refuse_inside(options.out, folder.path)
+    _check_outside(options.out, folder.path)
     table = weight_table(read_spec(folder.config))
-    for file in metadata_files(folder.path):
-        if file.suffix == ".json":  # copied as it is
-            parse_json(
-                read_text(file, error=CheckpointError),
-                str(file),
-                error=CheckpointError,
-                any_text=True,
-            )
-    certificate = Certificate(
+    _check_metadata(folder.path)
+    certificate = ConversionCertificate(
         direction="hf-to-megatron",
         source=str(folder.path),
         target=str(options.out),
@@ -96,20 +106,13 @@ def hf_to_megatron(hf: str, options: Options) -> str:
     certificate.checks["names and shapes"] = (
         f"{len(table.by_hf)} tensors fill {len(table.entries)} rows"
     )
+
     cast = DTYPES.get(options.dtype or "")
-    total = sum(
-        _target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype)
-        for entry in table.entries
-    )
+    total = sum(_written_bytes(entry, folder, cast) for entry in table.entries)
     check_free_disk(options.out, total)
     with StagedFolder(options.out) as staged:
         files = _write_dist(folder, table, staged.path, cast, certificate)
-        (staged.path / HF_FOLDER).mkdir()
-        dtypes = {folder.info(name).dtype for name in table.by_hf} if cast is None else {cast}
-        copy_hf_metadata(folder.path, staged.path / HF_FOLDER, dtypes=dtypes)
-        for path in sorted((staged.path / HF_FOLDER).rglob("*")):
-            if path.is_file():
-                files[str(path.relative_to(staged.path))] = digest_file(path)
+        files |= _write_metadata(folder, table, staged.path, cast)
         write_manifest(staged.path, Manifest(step=None, files=files))
         summary = _summary(options, len(table.by_hf), total, time.perf_counter() - start)
         if options.verify:
@@ -121,28 +124,39 @@ def hf_to_megatron(hf: str, options: Options) -> str:
 
 def megatron_to_hf(
     checkpoint: str | Path,
-    options: Options,
+    options: ConversionOptions,
     *,
     step: int | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> str:
-    """Writes a Hugging Face folder from a converted or a training checkpoint (`step`; None: the
-    newest).
+    """Writes a Hugging Face folder from a converted or a training checkpoint.
+
+    Args:
+        checkpoint: folder of a checkpoint or of a run.
+        options: target, dtype, and what to verify.
+        step: step of a run's checkpoint; None: the newest.
+        max_shard_bytes: limit of a safetensors file.
+
+    Returns:
+        A summary of one line.
+
+    Raises:
+        PacsError: a subclass of it, for a damaged source, a full disk or an existing output;
+            partial output is removed.
     """
     start = time.perf_counter()
     source = find_checkpoint(checkpoint, step)
-    _refuse_inside(options.out, source)
+    _check_outside(options.out, source)
     weights = MegatronWeights(source, digests=options.verify_source)
     table = weights.table
     cast = DTYPES.get(options.dtype or "")
-    infos = [
-        info
-        for entry in table.entries
-        for info in hf_tensors([entry], cast or weights.dtype(entry))
-    ]
+    infos: list[TensorInfo] = []
+    for entry in table.entries:
+        infos += hf_tensors([entry], cast or weights.dtype(entry))
     total = sum(info.nbytes for info in infos)
     check_free_disk(options.out, total)
-    certificate = Certificate(
+
+    certificate = ConversionCertificate(
         direction="megatron-to-hf",
         source=str(weights.path),
         target=str(options.out),
@@ -150,15 +164,14 @@ def megatron_to_hf(
     )
     certificate.checks[FILES] = files_check(weights, verified=options.verify_source)
     certificate.checks["names and shapes"] = f"{len(table.entries)} rows give {len(infos)} tensors"
+
     with HfFolderWriter(options.out, infos, max_shard_bytes=max_shard_bytes) as writer:
-        jobs = [
-            Job(
-                _target_bytes(entry, weights.dtype(entry)),
-                partial(_export, entry, weights, writer, certificate, cast),
-            )
-            for entry in table.entries
-        ]
-        run_jobs("to hf", jobs)
+        tasks = []
+        for entry in table.entries:
+            nbytes = _target_bytes(entry, weights.dtype(entry))
+            export = partial(_export, entry, weights, writer, certificate, cast)
+            tasks.append(Task(nbytes, export))
+        run_tasks("to hf", tasks)
         writer.seal(weights.metadata_folder)
         summary = _summary(options, len(infos), total, time.perf_counter() - start)
         if options.verify:
@@ -173,72 +186,124 @@ def _write_dist(
     table: WeightTable,
     target: Path,
     cast: torch.dtype | None,
-    certificate: Certificate,
+    certificate: ConversionCertificate,
 ) -> dict[str, FileFacts]:
+    """Writes the weights.
+
+    Args:
+        folder: the source.
+        table: rows of the model.
+        target: folder of the checkpoint.
+        cast: dtype of the written tensors; None: that of the source.
+        certificate: gets the digests of all tensors.
+
+    Returns:
+        File name -> size and digest, for the manifest.
+    """
     (target / DIST_FOLDER).mkdir()
     writer = DistWriter(target / DIST_FOLDER, num_files=WORKERS)
 
     def convert(entry: Entry) -> None:
-        tensors = [folder.get(name) for name in entry.hf_names]
-        for name, tensor in zip(entry.hf_names, tensors, strict=True):
+        tensors = {name: folder.get(name) for name in entry.hf_names}
+        for name, tensor in tensors.items():
             certificate.add("hf", name, tensor)
-        full = entry.to_megatron(
-            [_cast(t, cast, name) for t, name in zip(tensors, entry.hf_names, strict=True)]
-        )
+        full = entry.to_megatron([_cast(tensors[name], cast, name) for name in entry.hf_names])
         certificate.add("megatron", entry.megatron_name, full)
-        stacked = () if entry.expert is None else (entry.expert,)
-        writer.put(
-            Piece(
-                key=MODEL_PREFIX + entry.checkpoint_key,
-                shape=entry.checkpoint_shape,
-                offset=(*stacked, *[0] * full.dim()),
-                data=full[None] if stacked else full,
-            )
-        )
+        writer.put(_piece(entry, full))
         for name in entry.hf_names:
             folder.release(name)
 
-    jobs = []
+    tasks = []
     for entry in table.entries:
-        read = sum(folder.info(name).nbytes for name in entry.hf_names)
-        written = _target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype)
-        jobs.append(Job(max(read, written), partial(convert, entry)))
+        read_bytes = sum(folder.info(name).nbytes for name in entry.hf_names)
+        nbytes = max(read_bytes, _written_bytes(entry, folder, cast))
+        tasks.append(Task(nbytes, partial(convert, entry)))
     try:
-        run_jobs("to megatron", jobs)
+        run_tasks("to megatron", tasks)
         facts = writer.finish()
     finally:
         writer.close()
     return {f"{DIST_FOLDER}/{name}": fact for name, fact in facts.items()}
 
 
+def _piece(entry: Entry, full: torch.Tensor) -> Piece:
+    """A row as a part of the checkpoint: an expert is one slice of the tensor of all experts."""
+    offset = (0,) * full.dim()
+    data = full
+    if entry.expert is not None:
+        offset = (entry.expert, *offset)
+        data = full[None]
+    key = MODEL_PREFIX + entry.checkpoint_key
+    return Piece(key=key, shape=entry.checkpoint_shape, offset=offset, data=data)
+
+
+def _check_metadata(folder: Path) -> None:
+    """Raises CheckpointError for invalid JSON among the files that are copied as they are."""
+    for file in metadata_files(folder):
+        if file.suffix == ".json":
+            text = read_text(file, error=CheckpointError)
+            parse_json(text, str(file), error=CheckpointError, any_text=True)
+
+
+def _write_metadata(
+    folder: HfFolder, table: WeightTable, target: Path, cast: torch.dtype | None
+) -> dict[str, FileFacts]:
+    """Copies config and tokenizer; returns file name -> size and digest, for the manifest."""
+    (target / HF_FOLDER).mkdir()
+    stored_dtypes = {folder.info(name).dtype for name in table.by_hf}
+    dtypes = stored_dtypes if cast is None else {cast}
+    copy_hf_metadata(folder.path, target / HF_FOLDER, dtypes=dtypes)
+    facts = {}
+    for path in sorted((target / HF_FOLDER).rglob("*")):
+        if path.is_file():
+            facts[str(path.relative_to(target))] = digest_file(path)
+    return facts
+
+
 def _export(
     entry: Entry,
     weights: MegatronWeights,
     writer: HfFolderWriter,
-    certificate: Certificate,
+    certificate: ConversionCertificate,
     cast: torch.dtype | None,
 ) -> None:
+    """Writes the Hugging Face tensors of one row."""
     full = weights.get_entry(entry)
     certificate.add("megatron", entry.megatron_name, full)
     for name, tensor in zip(entry.hf_names, entry.to_hf(full), strict=True):
-        out = _cast(tensor, cast, name)
-        certificate.add("hf", name, out)
-        writer.put(name, out)
+        converted = _cast(tensor, cast, name)
+        certificate.add("hf", name, converted)
+        writer.put(name, converted)
     weights.release_entry(entry)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.Tensor:
+    """The tensor in `dtype`.
+
+    Args:
+        tensor: any shape and dtype.
+        dtype: None keeps the tensor's dtype.
+        name: name of the tensor, for the error.
+
+    Raises:
+        ConversionError: a value is not finite in `dtype`.
+    """
     if dtype is None:
         return tensor
-    found = tensor.to(dtype)
-    if (
-        found.numel() and not torch.stack(found.aminmax()).isfinite().all()
-    ):  # without a temporary of its size
+    cast = tensor.to(dtype)
+    # The extremes, because `isfinite` of all values needs a temporary of the tensor's size.
+    if cast.numel() and not torch.stack(cast.aminmax()).isfinite().all():
         raise ConversionError(
             f"{name} has values that are not finite in {dtype}; choose a --dtype of a larger range"
         )
-    return found
+    return cast
+
+
+def _written_bytes(entry: Entry, folder: HfFolder, cast: torch.dtype | None) -> int:
+    """Bytes of a row in the Megatron checkpoint of a folder."""
+    return _target_bytes(entry, cast or folder.info(entry.hf_names[0]).dtype)
 
 
 def _target_bytes(entry: Entry, dtype: torch.dtype) -> int:
+    """Bytes of a row in `dtype`, with the padding of the vocabulary."""
     return math.prod(entry.megatron_shape) * dtype.itemsize

@@ -1,5 +1,6 @@
-"""Compares the policy's logits on a converted checkpoint, at a layout, with transformers' on the
-Hugging Face folder.
+"""Compares the policy's logits on a converted checkpoint with those of transformers.
+
+The policy runs at a layout, transformers on the Hugging Face folder.
 """
 
 import math
@@ -17,8 +18,9 @@ from pacs_megatron.runtime.waiting import report_wait
 
 _PROMPT_LENS = (7, 33, 64, 18)
 _FP32_TOLERANCE = 2e-5
-"""Tolerance, relative to the largest logit if that exceeds 1, else absolute. bf16 has none: it
-reports the difference.
+"""Tolerance, relative to the largest logit if that exceeds 1, else absolute.
+
+bf16 has no tolerance: the difference is reported only.
 """
 _TIMEOUT_S = 3600.0
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -36,12 +38,19 @@ class LogitsOptions:
 
     @property
     def world_size(self) -> int:
-        # Expert parallelism uses data-parallel ranks; all of them compute the same prompts.
+        """Number of ranks.
+
+        Expert parallelism uses data-parallel ranks; all of them compute the same prompts.
+        """
         return self.tp * self.pp * self.ep
 
 
 def check_layout(table: WeightTable, options: LogitsOptions) -> None:
-    """Raises ConversionError for a layout that does not fit the model, before anything is loaded."""
+    """Checks that a layout fits the model, before anything is loaded.
+
+    Raises:
+        ConversionError: it does not fit.
+    """
     spec = table.spec
     num_experts = 1 if spec.moe is None else spec.moe.num_experts
     sizes = (
@@ -49,11 +58,11 @@ def check_layout(table: WeightTable, options: LogitsOptions) -> None:
         ("pp", spec.num_layers, "layers"),
         ("ep", num_experts, "experts"),
     )
-    for name, size, what in sizes:
-        axis = getattr(options, name)
-        if axis < 1 or size % axis:
+    for axis, size, unit in sizes:
+        degree = getattr(options, axis)
+        if degree < 1 or size % degree:
             raise ConversionError(
-                f"--{name} {axis} does not divide the model's {what}; use a divisor of {size}"
+                f"--{axis} {degree} does not divide the model's {unit}; use a divisor of {size}"
             )
     for entry in table.entries:
         entry.shard_shape(options.tp)
@@ -61,19 +70,64 @@ def check_layout(table: WeightTable, options: LogitsOptions) -> None:
 
 def fixed_prompts(vocab_size: int) -> list[list[int]]:
     """Prompts with the same token ids in every release, so certificates are comparable."""
-    generator = random.Random(20250902)  # not a secret
-    return [[generator.randrange(vocab_size) for _ in range(length)] for length in _PROMPT_LENS]
+    generator = random.Random(20250902)  # noqa: S311  # not a secret
+    prompts = []
+    for length in _PROMPT_LENS:
+        prompts.append([generator.randrange(vocab_size) for _ in range(length)])
+    return prompts
 
 
 def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[str, Any]:
     """The certificate's entry on logits.
 
-    Raises ConversionError if the difference exceeds the tolerance.
+    Args:
+        hf: Hugging Face folder, for transformers.
+        checkpoint: Megatron checkpoint, for the policy.
+        options: layout and dtype of the policy.
+
+    Returns:
+        Differences over all tokens of `fixed_prompts`, with the options.
+
+    Raises:
+        ConversionError: the difference exceeds the tolerance, or a logit is not finite.
     """
     import torch
-    from safetensors.torch import load_file
 
     reference = _transformers_logits(hf, options)
+    logits = _policy_logits(checkpoint, options)
+    difference = (logits - reference).abs().max().item()
+    largest = reference.abs().max().item()
+    same_argmax = logits.argmax(-1) == reference.argmax(-1)
+    tolerance = None
+    if options.dtype == "fp32":
+        tolerance = _FP32_TOLERANCE * max(1.0, largest)
+    entry = {
+        "max_abs_difference": difference,
+        "max_abs_logit": largest,
+        "same_argmax_frac": same_argmax.double().mean().item(),
+        "num_tokens": len(reference),
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "pp": options.pp,
+        "ep": options.ep,
+        "tolerance": tolerance,
+    }
+
+    # `not <=`, so that a NaN is an error.
+    exceeds = tolerance is not None and not difference <= tolerance
+    if exceeds or not bool(torch.isfinite(logits).all()):
+        raise ConversionError(
+            f"logits of {checkpoint} at tp={options.tp} pp={options.pp} ep={options.ep} differ "
+            f"from transformers on {hf} by {difference:.3g}, allowed {tolerance}; the weights or "
+            "the architecture do not match"
+        )
+    return entry
+
+
+def _policy_logits(checkpoint: Path, options: LogitsOptions) -> Any:
+    """The policy's logits at the layout, fp32 [tokens of all prompts, vocabulary]."""
+    from safetensors.torch import load_file
+
     with tempfile.TemporaryDirectory(prefix="pacs-logits-") as scratch:
         action = partial(_rank, checkpoint.absolute(), options, Path(scratch))
         ranks = Processes(
@@ -85,34 +139,12 @@ def compare_logits(hf: Path, checkpoint: Path, options: LogitsOptions) -> dict[s
             start_method="spawn",
         )
         ranks.wait(ConversionError)
-        ours = load_file(Path(scratch) / "logits.safetensors")["logits"]
-    difference = (ours - reference).abs().max().item()
-    largest = reference.abs().max().item()
-    tolerance = _FP32_TOLERANCE * max(1.0, largest) if options.dtype == "fp32" else None
-    found = {
-        "max_abs_difference": difference,
-        "max_abs_logit": largest,
-        "same_argmax_frac": (ours.argmax(-1) == reference.argmax(-1)).double().mean().item(),
-        "num_tokens": len(reference),
-        "dtype": options.dtype,
-        "tp": options.tp,
-        "pp": options.pp,
-        "ep": options.ep,
-        "tolerance": tolerance,
-    }
-    if not bool(torch.isfinite(ours).all()) or (
-        tolerance is not None and not difference <= tolerance
-    ):
-        raise ConversionError(
-            f"logits of {checkpoint} at tp={options.tp} pp={options.pp} ep={options.ep} differ "
-            f"from transformers on {hf} by {difference:.3g}, allowed {tolerance}; the weights or "
-            "the architecture do not match"
-        )
-    return found
+        return load_file(Path(scratch) / "logits.safetensors")["logits"]
 
 
 @report_wait("for the logits of transformers")
 def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
+    """The logits of transformers, fp32 [tokens of all prompts, vocabulary]."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,17 +154,18 @@ def _transformers_logits(hf: Path, options: LogitsOptions) -> Any:
         local_files_only=True,
         trust_remote_code=options.trust_remote_code,
     ).eval()
+    parts = []
     with torch.no_grad():
-        parts = [
-            model(torch.tensor([p])).logits[0].float()
-            for p in fixed_prompts(model.config.vocab_size)
-        ]
+        for prompt in fixed_prompts(model.config.vocab_size):
+            logits = model(torch.tensor([prompt])).logits[0]
+            parts.append(logits.float())
     return torch.cat(parts)
 
 
 def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
-    """Runs one rank: builds the model, loads the checkpoint's weights, runs the prompts; the last
-    stage writes.
+    """Runs one rank: builds the model, loads the checkpoint's weights, runs the prompts.
+
+    A rank of the last stage writes the logits.
     """
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -157,8 +190,8 @@ def _rank(checkpoint: Path, options: LogitsOptions, scratch: Path) -> None:
     for chunk in chunks:
         chunk.eval()
     weights.load([model.unwrap(chunk) for chunk in chunks], source.table, source.get)
-    found = logits(chunks, spec, fixed_prompts(spec.vocab_size))
-    if found is not None and rank.tp == 0 and rank.dp == 0:
-        save_file({"logits": found.cpu().contiguous()}, scratch / "logits.safetensors")
+    all_logits = logits(chunks, spec, fixed_prompts(spec.vocab_size))
+    if all_logits is not None and rank.tp == 0 and rank.dp == 0:
+        save_file({"logits": all_logits.cpu().contiguous()}, scratch / "logits.safetensors")
     dist.barrier(group=rank.control)
     groups.shutdown()

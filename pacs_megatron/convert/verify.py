@@ -1,5 +1,6 @@
-"""Reads both sides of a conversion from disk and compares them bit for bit through the table's
-inverse transforms.
+"""Reads both sides of a conversion from disk and compares them bit for bit.
+
+The table's inverse transforms give the Hugging Face tensors of a checkpoint.
 """
 
 from dataclasses import fields
@@ -10,11 +11,11 @@ import torch
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
-from pacs_megatron.convert.certificate import Certificate
+from pacs_megatron.convert.certificate import ConversionCertificate
 from pacs_megatron.convert.logits import LogitsOptions, check_layout, compare_logits
-from pacs_megatron.convert.pipeline import Job, run_jobs
+from pacs_megatron.convert.pipeline import Task, run_tasks
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
+from pacs_megatron.models import Entry, ModelSpec, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 
 FILES = "files of the checkpoint"
@@ -22,6 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _ROTARY_TABLE = ".rotary_emb.inv_freq"
+_NOT_COMPARED = {"dtype", "max_positions"}
+"""Fields of ModelSpec that may differ between a folder and a checkpoint of the same weights."""
 
 
 def verify(
@@ -32,34 +35,39 @@ def verify(
     step: int | None,
     logits: LogitsOptions | None,
 ) -> str:
-    """Compares a folder with a checkpoint and writes the certificate; returns the summary.
+    """Compares a folder with a checkpoint and writes the certificate.
 
-    Raises ConversionError or CheckpointError at the first failed check and writes no certificate.
+    Args:
+        hf: Hugging Face folder or hub id.
+        checkpoint: folder of a checkpoint or of a run.
+        certificate_file: JSON file to write.
+        step: step of a run's checkpoint; None: the newest.
+        logits: layout for a comparison of logits with transformers; None: tensors only.
+
+    Returns:
+        A summary of one line.
+
+    Raises:
+        ConversionError, CheckpointError: the first failed check; no certificate is written.
     """
     folder = HfFolder(model_folder(hf, "--hf"))
     if logits is not None:
         check_layout(weight_table(read_spec(folder.config)), logits)
     weights = MegatronWeights(find_checkpoint(checkpoint, step))
-    certificate = Certificate(
+    certificate = ConversionCertificate(
         direction="verify",
         source=str(folder.path),
         target=str(weights.path),
         spec=weights.table.spec,
     )
     certificate.left_out = check_names(folder, weights.table)
-    spec = read_spec(folder.config)
-    for name in sorted({field.name for field in fields(spec)} - {"dtype", "max_positions"}):
-        one = getattr(spec, name)
-        other = getattr(weights.table.spec, name)
-        if one != other:
-            raise ConversionError(
-                f"{folder.path}: config.json has {name}={one}, {weights.path} has {other}"
-            )
+    _check_specs(folder, read_spec(folder.config), weights)
     certificate.checks["names and shapes"] = (
         f"{len(weights.table.by_hf)} tensors, {len(weights.table.entries)} rows"
     )
     certificate.checks[FILES] = files_check(weights, verified=True)
-    summary = f"{folder.path} and {weights.path}: {compare(folder, weights, certificate)}"
+    result = compare(folder, weights, certificate)
+    summary = f"{folder.path} and {weights.path}: {result}"
     if logits is not None:
         certificate.logits = compare_logits(folder.path, weights.path, logits)
         summary += (
@@ -70,32 +78,32 @@ def verify(
     return f"{summary}; certificate: {certificate_file}"
 
 
-def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
-    """Checks that every row has its tensors, with the right shape, and every tensor a row; returns
-    redundant tensors.
-
-    Raises ConversionError naming the first tensor that does not fit.
-    """
-    left_out: list[str] = []
-    for name in folder.names:
-        if name in table.by_hf:
-            continue
-        if name.endswith(_ROTARY_TABLE):
-            left_out.append(name)
-        elif name == _OUTPUT and table.spec.tied:
-            if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
-                raise ConversionError(
-                    f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
-                    f"differs from {_EMBEDDING}; set tie_word_embeddings to false if the output "
-                    "layer has its own weights"
-                )
-            left_out.append(name)
-        else:
+def _check_specs(folder: HfFolder, spec: ModelSpec, weights: MegatronWeights) -> None:
+    """Raises ConversionError naming the first value that differs between the two models."""
+    names = {field.name for field in fields(spec)} - _NOT_COMPARED
+    for name in sorted(names):
+        folder_value = getattr(spec, name)
+        checkpoint_value = getattr(weights.table.spec, name)
+        if folder_value != checkpoint_value:
             raise ConversionError(
-                f"{folder.path} contains {name}, which no row of the table of family "
-                f"{table.spec.family} maps; the checkpoint and its config.json are of different "
-                "architectures"
+                f"{folder.path}: config.json has {name}={folder_value}, {weights.path} has "
+                f"{checkpoint_value}"
             )
+
+
+def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
+    """Checks that every row has its tensors, with the right shape, and every tensor a row.
+
+    Returns:
+        Names of redundant tensors.
+
+    Raises:
+        ConversionError: names the first tensor that does not fit.
+    """
+    left_out = [name for name in folder.names if name not in table.by_hf]
+    for name in left_out:
+        _check_redundant(folder, table, name)
+
     present = set(folder.names)
     for entry in table.entries:
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
@@ -104,36 +112,61 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
                     f"{folder.path} lacks {name}, which makes {entry.megatron_name}; get a "
                     "complete copy"
                 )
-            found = folder.info(name).shape
-            if found != shape:
+            stored_shape = folder.info(name).shape
+            if stored_shape != shape:
                 raise ConversionError(
-                    f"{folder.path}: {name} is {list(found)}, expected {list(shape)} from "
+                    f"{folder.path}: {name} is {list(stored_shape)}, expected {list(shape)} from "
                     "config.json; the two are of different models, get another copy"
                 )
     return left_out
 
 
+def _check_redundant(folder: HfFolder, table: WeightTable, name: str) -> None:
+    """Raises ConversionError if a tensor without a row has weights of its own."""
+    if name.endswith(_ROTARY_TABLE):
+        return
+    if name != _OUTPUT or not table.spec.tied:
+        raise ConversionError(
+            f"{folder.path} contains {name}, which no row of the table of family "
+            f"{table.spec.family} maps; the checkpoint and its config.json are of different "
+            "architectures"
+        )
+    if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
+        raise ConversionError(
+            f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
+            f"differs from {_EMBEDDING}; set tie_word_embeddings to false if the output "
+            "layer has its own weights"
+        )
+
+
 def files_check(weights: MegatronWeights, *, verified: bool) -> str:
     """The certificate's entry on the comparison of the checkpoint's files with its manifest."""
-    return (
-        f"{len(weights.manifest.files)} match the digests of the manifest"
-        if verified
-        else "not verified (--no-verify)"
-    )
+    if not verified:
+        return "not verified (--no-verify)"
+    return f"{len(weights.manifest.files)} match the digests of the manifest"
 
 
-def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate) -> str:
-    """Compares every tensor of both sides and adds digests and result, with any casts, to the
-    certificate.
+def compare(folder: HfFolder, weights: MegatronWeights, certificate: ConversionCertificate) -> str:
+    """Compares every tensor of both sides; adds digests and the result to the certificate.
 
-    Raises ConversionError naming the first tensor that differs and by how much.
+    Args:
+        folder: the Hugging Face side.
+        weights: the Megatron side.
+        certificate: gets the digests of all tensors and the result.
+
+    Returns:
+        The result, with any casts.
+
+    Raises:
+        ConversionError: names the first tensor that differs and by how much.
     """
     casts: set[str] = set()
 
     def check(entry: Entry) -> None:
         full = weights.get_entry(entry)
         certificate.add("megatron", entry.megatron_name, full)
-        if entry.place in ("embedding", "output") and full[entry.sizes["vocab"] :].count_nonzero():
+        has_padding = entry.place in ("embedding", "output")
+        if has_padding and full[entry.sizes["vocab"] :].count_nonzero():
             raise ConversionError(
                 f"{entry.megatron_name}: the rows of the vocabulary's padding are not zero"
             )
@@ -146,31 +179,34 @@ def compare(folder: HfFolder, weights: MegatronWeights, certificate: Certificate
                 difference = (original.double() - back.double()).abs().max().item()
                 raise ConversionError(
                     f"{name} of {folder.path} differs from {entry.megatron_name} of "
-                    f"{weights.path} by up to "
-                    f"{difference:.3g}; one of them was changed; convert again"
+                    f"{weights.path} by up to {difference:.3g}; one of them was changed; convert "
+                    "again"
                 )
             folder.release(name)
         weights.release_entry(entry)
 
-    jobs = [
-        Job(sum(folder.info(name).nbytes for name in entry.hf_names), partial(check, entry))
-        for entry in weights.table.entries
-    ]
-    run_jobs("verify", jobs)
-    cast = f", cast ({', '.join(sorted(casts))})" if casts else ""
-    certificate.checks["tensors, read back"] = result = (
-        f"{len(weights.table.by_hf)} equal bit for bit{cast}"
-    )
+    tasks = []
+    for entry in weights.table.entries:
+        nbytes = sum(folder.info(name).nbytes for name in entry.hf_names)
+        tasks.append(Task(nbytes, partial(check, entry)))
+    run_tasks("verify", tasks)
+
+    result = f"{len(weights.table.by_hf)} equal bit for bit"
+    if casts:
+        result += f", cast ({', '.join(sorted(casts))})"
+    certificate.checks["tensors, read back"] = result
     return result
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal bits, or one is the cast of the other."""
-    return _same_bits(left.to(right.dtype), right) or (
-        left.dtype != right.dtype and _same_bits(left, right.to(left.dtype))
-    )
+    """Whether the bits are equal, or one tensor is the cast of the other."""
+    if _same_bits(left.to(right.dtype), right):
+        return True
+    return left.dtype != right.dtype and _same_bits(left, right.to(left.dtype))
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether the bits are equal: NaN equals itself, 0.0 differs from -0.0."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    left_bytes = left.contiguous().view(torch.uint8)
+    right_bytes = right.contiguous().view(torch.uint8)
+    return torch.equal(left_bytes, right_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from pacs_megatron.convert.convert import Options, hf_to_megatron
+from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron
 from tests.support.policies.policy_cases import make_policy
 from tests.support.ranks import run_ranks
 
@@ -58,5 +58,5 @@ def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: str
 
 
 def convert(hf: Path, out: Path, **options: Any) -> Path:
-    hf_to_megatron(str(hf), Options(out=out, **options))
+    hf_to_megatron(str(hf), ConversionOptions(out=out, **options))
     return out

@@ -17,7 +17,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
-from pacs_megatron.convert.convert import Options, megatron_to_hf
+from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import CheckpointError, ConfigError, RewardError
 from pacs_megatron.models.hub import model_folder
@@ -103,7 +103,7 @@ def _folder_of(model: str) -> HfFolder:
     if position_of(path.name) is not None and (is_pruned or (path / MANIFEST_NAME).is_file()):
         if not target.exists():
             logger.info("exporting %s to %s", path, target)
-            megatron_to_hf(path, Options(out=target), step=None)
+            megatron_to_hf(path, ConversionOptions(out=target), step=None)
         path = target
     return HfFolder(model_folder(str(path), "--model"))
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights
-from pacs_megatron.convert.convert import Options, megatron_to_hf
+from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.support.converted import check_loading, convert, exported
@@ -120,7 +120,7 @@ def test_a_training_checkpoint_exports_what_the_policy_holds(dtype: str, tmp_pat
         return found if rank == 0 else {}
 
     held = run_ranks(on_rank, 4)[0]
-    options = Options(out=tmp_path / "back", verify=True)
+    options = ConversionOptions(out=tmp_path / "back", verify=True)
     megatron_to_hf(tmp_path / "run", options, step=2, max_shard_bytes=10**9)
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == held.keys() == load_file(hf / "model.safetensors").keys()

@@ -205,7 +205,7 @@ def test_resume_export_and_conversion_are_equal_bit_for_bit(
     """Also a critic that starts without a value head, and one that starts from an export."""
     from transformers import AutoModelForTokenClassification
 
-    from pacs_megatron.convert.convert import Options, megatron_to_hf
+    from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 
     world, parallel = LAYOUTS[layout]
     config = config_of(tmp_path, (models[0], None), PPO, parallel, epochs=2)
@@ -226,7 +226,7 @@ def test_resume_export_and_conversion_are_equal_bit_for_bit(
         for key, weight in whole["weights"][name].items():
             np.testing.assert_array_equal(resumed["weights"][name][key], weight, err_msg=key)
     source = tmp_path / "run" / "checkpoints" / "step_000002" / "critic"
-    megatron_to_hf(source, Options(out=tmp_path / "hf"), step=None, max_shard_bytes=10**9)
+    megatron_to_hf(source, ConversionOptions(out=tmp_path / "hf"), step=None, max_shard_bytes=10**9)
     for folder in (export / "critic", tmp_path / "hf"):
         state = AutoModelForTokenClassification.from_pretrained(folder).state_dict()
         assert state.keys() == whole["weights"]["critic"].keys()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pacs_megatron.convert.convert import Options, hf_to_megatron
+from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron
 from pacs_megatron.convert.logits import fixed_prompts
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import CASES, make_family
@@ -97,7 +97,7 @@ def policy_logits(checkpoint: Path, layout: dict[str, Any], dtype: str) -> torch
 
 
 def convert(hf: Path, out: Path) -> Path:
-    hf_to_megatron(str(hf), Options(out=out))
+    hf_to_megatron(str(hf), ConversionOptions(out=out))
     return out
 
 

@@ -170,10 +170,10 @@ def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, mo
 
 @pytest.mark.full
 def test_a_converted_checkpoint_trains_like_its_source(tmp_path: Path, model: Path) -> None:
-    from pacs_megatron.convert.convert import Options, hf_to_megatron
+    from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron
 
     converted = tmp_path / "converted"
-    hf_to_megatron(str(model), Options(out=converted))
+    hf_to_megatron(str(model), ConversionOptions(out=converted))
     expected = run(tmp_path / "hf", model, 2)
     got = run(tmp_path / "megatron", converted, 2)
     assert reproducible_bytes(got) == reproducible_bytes(expected)

@@ -20,7 +20,7 @@ import torch
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.contracts import SampleRequest, SamplingOptions
-from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
+from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang import build as sglang
 from pacs_megatron.sglang import guard as sglang_guard
@@ -172,8 +172,8 @@ def lab(lab_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> It
     assert options.servers is not None
     # From a folder that went through both conversions: SGLang has to load what they write as it
     # stands.
-    hf_to_megatron(str(lab_folders[0]), Options(out=tmp / "megatron"))
-    back = Options(out=tmp / "converted")
+    hf_to_megatron(str(lab_folders[0]), ConversionOptions(out=tmp / "megatron"))
+    back = ConversionOptions(out=tmp / "converted")
     megatron_to_hf(tmp / "megatron", back, step=None, max_shard_bytes=200_000)
     specs = sglang.server_specs(options, ModelOptions(path=str(back.out)), tmp)
     [server] = sglang.start_servers(specs, START_S)

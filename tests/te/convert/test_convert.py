@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pacs_megatron.convert.convert import Options, megatron_to_hf
+from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 from tests.support.converted import check_loading, convert
 from tests.support.policies.policy_cases import make_policy, train
 from tests.support.ranks import run_ranks
@@ -77,7 +77,7 @@ def test_conversion_both_ways(family: str, layout: str, recipe: str | None, tmp_
         return held if rank == 0 else {}
 
     held = run_ranks(on_rank, world)[0]
-    back = Options(out=tmp_path / "back", verify=True)
+    back = ConversionOptions(out=tmp_path / "back", verify=True)
     megatron_to_hf(tmp_path / "run", back, step=1, max_shard_bytes=10**9)
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == held.keys()

@@ -25,8 +25,8 @@ from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint, open_weights
 from pacs_megatron.cli import main
-from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
-from pacs_megatron.convert.pipeline import IN_FLIGHT_BYTES, Job, run_jobs
+from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
+from pacs_megatron.convert.pipeline import IN_FLIGHT_BYTES, Task, run_tasks
 from pacs_megatron.convert.verify import verify
 from pacs_megatron.errors import CheckpointError, ConfigError, ConversionError, PacsError
 from pacs_megatron.models import load_spec, weight_table
@@ -36,12 +36,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def to_megatron(hf: Path, out: Path, **changes: object) -> Path:
-    hf_to_megatron(str(hf), Options(out=out, **changes))  # type: ignore[arg-type]
+    hf_to_megatron(str(hf), ConversionOptions(out=out, **changes))  # type: ignore[arg-type]
     return out
 
 
 def to_hf(checkpoint: Path, out: Path, *, max_shard_bytes: int = 10**9, **changes: object) -> Path:
-    options = Options(out=out, **changes)  # type: ignore[arg-type]
+    options = ConversionOptions(out=out, **changes)  # type: ignore[arg-type]
     megatron_to_hf(checkpoint, options, step=None, max_shard_bytes=max_shard_bytes)
     return out
 
@@ -447,7 +447,7 @@ def test_an_error_of_a_worker_stops_the_rest_and_travels() -> None:
         time.sleep(0.01)
 
     with pytest.raises(ConversionError, match="number 3"):
-        run_jobs("test", [Job(1, lambda n=n: job(n)) for n in range(200)], workers=2)  # type: ignore[misc]
+        run_tasks("test", [Task(1, lambda n=n: job(n)) for n in range(200)], workers=2)  # type: ignore[misc]
     assert len(started) < 20
 
 
@@ -476,7 +476,7 @@ def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> Non
         2 * IN_FLIGHT_BYTES,
         IN_FLIGHT_BYTES // 4,
     ] * 5
-    run_jobs("test", [Job(size, lambda s=size: job(s)) for size in sizes], workers=4)  # type: ignore[misc]
+    run_tasks("test", [Task(size, lambda s=size: job(s)) for size in sizes], workers=4)  # type: ignore[misc]
     assert not now and peak <= IN_FLIGHT_BYTES and most_large == 1 and overlapped
 
 

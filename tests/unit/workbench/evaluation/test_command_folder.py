@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
-from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
+from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.workbench.evaluation.command import certified_digests
 from pacs_megatron.workbench.evaluation.samplers import push_folder
@@ -23,8 +23,8 @@ class Receiver:
 
 
 def test_an_altered_weight_of_an_export_is_rejected(tiny_qwen3: Path, tmp_path: Path) -> None:
-    hf_to_megatron(str(tiny_qwen3), Options(out=tmp_path / "ckpt"))
-    options = Options(out=tmp_path / "hf")
+    hf_to_megatron(str(tiny_qwen3), ConversionOptions(out=tmp_path / "ckpt"))
+    options = ConversionOptions(out=tmp_path / "hf")
     megatron_to_hf(tmp_path / "ckpt", options, step=None, max_shard_bytes=10**9)
     folder = HfFolder(tmp_path / "hf")
     certified = certified_digests(folder)
