@@ -25,13 +25,15 @@ from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 def main(arguments: Sequence[str]) -> int:
     """Runs torchrun; returns 0, the exit code of the first failed rank, or 128 + its signal.
 
-    Raises ConnectError.
+    Raises:
+        ConnectError: torchrun cannot reach, or lost, its rendezvous.
     """
     die_with_parent(signal.SIGTERM)
     os.environ[AGENT_PID] = str(os.getpid())
     signal.signal(signal.SIGUSR1, _pass_on)
     if "--standalone" in arguments:
         _listen_on_loopback()
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_run` reports it
@@ -53,13 +55,13 @@ def _run(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode
-        if code < 0:
-            name = signal.Signals(-code).name
-            sys.stderr.write(
-                f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n"
-            )
-            return 128 - code
-        return code
+        if code >= 0:
+            return code
+        name = signal.Signals(-code).name
+        sys.stderr.write(
+            f"rank {rank} (pid {failure.pid}) was killed by {name}; see its output above\n"
+        )
+        return 128 - code
     except (RendezvousError, DistError) as error:
         raise ConnectError(
             "torchrun cannot reach, or lost, its rendezvous", error.__cause__ or error
@@ -68,11 +70,10 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _listen_on_loopback() -> None:
-    """Makes the stores of a run on one host listen on 127.0.0.1; torchrun's stores listen on all
-    interfaces.
+    """Makes the stores of a run on one host listen on 127.0.0.1.
 
-    A store executes the commands of every process that connects. Call this before torchrun's
-    modules import the class.
+    torchrun's stores listen on all interfaces, and a store executes the commands of every process
+    that connects. Call this before torchrun's modules import the class.
     """
     from torch import distributed
 
@@ -93,7 +94,10 @@ def _listen_on_loopback() -> None:
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
-    """Forwards SIGUSR1 to the ranks: before the time limit Slurm sends it to this process only."""
+    """Forwards SIGUSR1 to the ranks.
+
+    Before the time limit Slurm sends it to this process only.
+    """
     for rank in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.send_signal(number)

@@ -16,7 +16,7 @@ from pacs_megatron.runtime.run_folder import run_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Submission:
     """Arguments of `submit`."""
 
     config: Path
@@ -35,8 +35,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One run of a request."""
+class SubmittedRun:
+    """One run of a submission."""
 
     overrides: tuple[str, ...]
     loaded: LoadedConfig
@@ -51,70 +51,93 @@ class Job:
         return (run_folder(self.loaded) / "converted").resolve()
 
 
-def train_command(job: Job, request: Request) -> str:
+def train_command(run: SubmittedRun, submission: Submission) -> str:
     """Shell lines that each task of the trainer runs."""
-    arguments = [str(request.config.resolve()), *job.overrides]
-    if request.convert:
-        arguments.append(f"model.path={job.converted}")
-    python = python_command(request.cluster)
-    config = job.loaded.config
-    resources = job.loaded.config.resources
-    urls = attached = torchrun = ""
-    if resources.rollout_nodes:
-        rollout = config.rollout.sglang
-        servers = config.rollout.managed_servers
-        assert rollout is not None and servers is not None
-        arguments_of_urls = (
-            f'"$PACS_ATTEMPT/servers" {servers.start_timeout_s} {resources.rollout_nodes}'
-        )
-        urls = f"urls=$({python} -m pacs_megatron.launch.job urls {arguments_of_urls}) || exit $?\n"
-        attached = ' rollout.servers=null "rollout.urls=[$urls]"'
-        attached += (
-            ' "rollout.sync.host=$MASTER_ADDR"' if rollout.sync.transport == "broadcast" else ""
-        )
-    if request.cluster.launcher == "torchrun":
-        torchrun = (
-            f".launch.agent --nnodes={resources.nodes} "
-            f"--nproc-per-node={ranks_to_start(config) // resources.nodes} "
-            '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
-            '--rdzv-id="$SLURM_JOB_ID" -m pacs_megatron'
-        )
-    train = f"exec {python} -m pacs_megatron{torchrun} train {shlex.join(arguments)}{attached}"
-    return f"cd {shlex.quote(os.getcwd())} || exit\n{urls}{train}"
+    arguments = [str(submission.config.resolve()), *run.overrides]
+    if submission.convert:
+        arguments.append(f"model.path={run.converted}")
+    words = shlex.join(arguments)
+    lines = [_change_folder()]
+    if run.loaded.config.resources.rollout_nodes:
+        lines.append(_wait_for_servers(run, submission.cluster))
+        words += _overrides_of_servers(run)
+
+    torchrun = ""
+    if submission.cluster.launcher == "torchrun":
+        torchrun = _torchrun(run)
+    python = python_command(submission.cluster)
+    lines.append(f"exec {python} -m {torchrun}pacs_megatron train {words}")
+    return "\n".join(lines)
 
 
-def serve_command(job: Job, request: Request) -> str:
-    """Shell lines that the task of each rollout node runs."""
-    arguments = shlex.join([str(request.config.resolve()), *job.overrides])
+def _wait_for_servers(run: SubmittedRun, cluster: ClusterConfig) -> str:
+    """A shell line that sets `urls` to the servers of the rollout nodes."""
+    config = run.loaded.config
+    servers = config.rollout.managed_servers
+    assert servers is not None
     return (
-        f"cd {shlex.quote(os.getcwd())} || exit\n"
-        f"exec {python_command(request.cluster)} -m pacs_megatron.launch.serve "
+        f"urls=$({python_command(cluster)} -m pacs_megatron.launch.job urls "
+        f'"$PACS_ATTEMPT/servers" {servers.start_timeout_s} {config.resources.rollout_nodes})'
+        " || exit $?"
+    )
+
+
+def _overrides_of_servers(run: SubmittedRun) -> str:
+    """Arguments of `train` that attach it to `urls`."""
+    rollout = run.loaded.config.rollout.sglang
+    assert rollout is not None
+    words = ' rollout.servers=null "rollout.urls=[$urls]"'
+    if rollout.sync.transport == "broadcast":
+        words += ' "rollout.sync.host=$MASTER_ADDR"'
+    return words
+
+
+def _torchrun(run: SubmittedRun) -> str:
+    """The words of torchrun between `python -m` and the module that it runs."""
+    config = run.loaded.config
+    nodes = config.resources.nodes
+    return (
+        f"pacs_megatron.launch.agent --nnodes={nodes} "
+        f"--nproc-per-node={ranks_to_start(config) // nodes} "
+        '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
+        '--rdzv-id="$SLURM_JOB_ID" -m '
+    )
+
+
+def serve_command(run: SubmittedRun, submission: Submission) -> str:
+    """Shell lines that the task of each rollout node runs."""
+    arguments = shlex.join([str(submission.config.resolve()), *run.overrides])
+    return (
+        f"{_change_folder()}\n"
+        f"exec {python_command(submission.cluster)} -m pacs_megatron.launch.serve "
         f'"$PACS_ATTEMPT/servers" {arguments}'
     )
 
 
 def site_lines(cluster: ClusterConfig) -> str:
-    """Shell lines of each batch script before its first srun: environment, modules, setup, working
-    directory.
+    """Shell lines of each batch script before its first srun.
+
+    They set environment, modules, setup and working directory.
     """
     # NeMo-Run's env_vars writes names in capitals and values without quotes.
-    lines = [
-        f"export {name}={shlex.quote(value)}" for name, value in cluster.task_environment().items()
-    ]
-    lines.extend(f"module load {shlex.quote(module)}" for module in cluster.modules)
-    lines.extend(cluster.setup)
-    return "\n".join([*lines, f"cd {shlex.quote(os.getcwd())} || exit"])
+    environment = cluster.task_environment()
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
+    lines += cluster.setup
+    lines.append(_change_folder())
+    return "\n".join(lines)
 
 
-def setup_lines(job: Job, request: Request) -> str:
-    """Shell lines of the trainer's batch script before its first srun: setup, begin and end of the
-    attempt.
+def setup_lines(run: SubmittedRun, submission: Submission) -> str:
+    """Shell lines of the trainer's batch script before its first srun.
+
+    They set up the site, begin the attempt, and end it when the script exits.
     """
-    cluster = request.cluster
-    config = job.loaded.config
+    cluster = submission.cluster
     # The batch script runs outside of the container, so it uses the interpreter that runs `submit`.
     python = shlex.join(cluster.python if cluster.container is None else (sys.executable,))
-    run_dir = shlex.quote(str(run_folder(job.loaded).resolve()))
+    run_dir = shlex.quote(str(run_folder(run.loaded).resolve()))
+    resources = run.loaded.config.resources
     lines = [
         site_lines(cluster),
         'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" '
@@ -133,9 +156,11 @@ def setup_lines(job: Job, request: Request) -> str:
         "pacs_end() {",
         "pacs_code=$?",
         "trap - EXIT",
-        *(['touch "$PACS_ATTEMPT/servers/stop"'] if config.resources.rollout_nodes else []),
-        f'{python} -m pacs_megatron.launch.job end {run_dir} "$pacs_code" '
-        f"{config.resources.max_attempts}",
+    ]
+    if resources.rollout_nodes:
+        lines.append('touch "$PACS_ATTEMPT/servers/stop"')
+    lines += [
+        f'{python} -m pacs_megatron.launch.job end {run_dir} "$pacs_code" {resources.max_attempts}',
         "exit",
         "}",
         "trap pacs_end EXIT",
@@ -146,3 +171,8 @@ def setup_lines(job: Job, request: Request) -> str:
 def python_command(cluster: ClusterConfig) -> str:
     """The interpreter of all tasks, with its container command."""
     return shlex.join([*cluster.command_prefix(), *cluster.python])
+
+
+def _change_folder() -> str:
+    """A shell line that enters the folder of `submit`."""
+    return f"cd {shlex.quote(os.getcwd())} || exit"

@@ -24,14 +24,14 @@ def certificate_folder(loaded: LoadedConfig) -> Path:
 
 
 def digest_of(config: RunConfig) -> str:
-    """SHA-256 of the keys that a certificate covers: all but names, timeouts, data, servers and
-    outputs.
+    """SHA-256 of the keys that a certificate covers.
+
+    These are all but names, timeouts, data, servers and outputs.
     """
     tree = config.model_dump(mode="json")
     covered: dict[str, Any] = {name: tree[name] for name in _COVERED}
-    covered["parallel"] = {
-        key: value for key, value in tree["parallel"].items() if not key.endswith("_s")
-    }
+    parallel = tree["parallel"]
+    covered["parallel"] = {key: parallel[key] for key in parallel if not key.endswith("_s")}
     covered["ranks"] = [
         tree["resources"]["nodes"],
         tree["resources"]["gpus_per_node"],
@@ -42,7 +42,8 @@ def digest_of(config: RunConfig) -> str:
         config.rollout.sampling.temperature,
         config.mismatch.threshold,
     ]
-    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(covered, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def package_versions() -> Mapping[str, str]:
@@ -53,7 +54,8 @@ def package_versions() -> Mapping[str, str]:
 def certificate_line(loaded: LoadedConfig) -> str | None:
     """A line for `train` about the certificate in the run's folder; None without a certificate.
 
-    Raises ConfigError if the certificate is for another configuration, red, or not valid JSON.
+    Raises:
+        ConfigError: the certificate is for another configuration, red, or not valid JSON.
     """
     file = certificate_folder(loaded) / CERTIFICATE_FILE
     digest = digest_of(loaded.config)
@@ -72,11 +74,12 @@ def certificate_line(loaded: LoadedConfig) -> str | None:
         raise ConfigError(f"{file} is {content['result']}: {content['first_deviation']}; {fix}")
 
     line = f"{file} fits this configuration"
-    other = [
+    recorded_versions = content["versions"]
+    changed = [
         name
         for name, installed in package_versions().items()
-        if content["versions"].get(name) != installed
+        if recorded_versions.get(name) != installed
     ]
-    if other:
-        line += f", but not the version of {', '.join(other)}"
+    if changed:
+        line += f", but not the version of {', '.join(changed)}"
     return line

@@ -22,7 +22,9 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EP
 def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Downloads everything; yields one line per item.
 
-    Raises ConfigError for a failed download and DataError for an unreadable data set.
+    Raises:
+        ConfigError: a download failed.
+        DataError: a data set is not readable.
     """
     config = load_config(config_path, overrides).config
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -34,49 +36,57 @@ def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
         yield _fetch_data(dataset)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# model
 @report_wait("for the hub to send the model")
 def _fetch_model(path: str) -> str:
     if Path(path).is_dir():
         return f"model {path}: a local folder"
     import httpx
-    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
     try:
         with hub_wait(path):
-            wanted = download(path, dry_run=True)
-        num_bytes = sum(file.file_size or 0 for file in wanted)
-        _check_free_space(path, sum(file.file_size or 0 for file in wanted if file.will_download))
+            files = download(path, dry_run=True)
+        num_bytes = sum(file.file_size or 0 for file in files)
+        num_missing_bytes = sum(file.file_size or 0 for file in files if file.will_download)
+        _check_free_space(path, num_missing_bytes)
         folder = snapshot(path)
-        reference = folder.parents[1] / "refs" / constants.DEFAULT_REVISION
-        if not reference.is_file() or reference.read_text(encoding="utf-8") != folder.name:
-            write_atomically(
-                reference, [folder.name.encode()]
-            )  # a job needs it; the client ignores a failed write
+        _write_reference(folder)
     except (OSError, httpx.HTTPError, HFValidationError) as error:
-        raise _named(path, error) from None
-    if not any(file.filename.endswith(".safetensors") for file in wanted):
+        raise _download_error(path, error) from None
+
+    if not any(file.filename.endswith(".safetensors") for file in files):
         raise ConfigError(
             f"model.path={path} has no .safetensors files; choose a repository that has"
         )
-    return f"model {path}: {folder}, {len(wanted)} files, {num_bytes / GIB:.2f} GiB"
+    return f"model {path}: {folder}, {len(files)} files, {num_bytes / GIB:.2f} GiB"
 
 
-def _check_free_space(path: str, missing: int) -> None:
+def _write_reference(snapshot_folder: Path) -> None:
+    """Writes the name of the default revision's snapshot, which an offline job needs.
+
+    The hub's client ignores a failed write.
+    """
+    from huggingface_hub import constants
+
+    reference = snapshot_folder.parents[1] / "refs" / constants.DEFAULT_REVISION
+    name = snapshot_folder.name
+    if not reference.is_file() or reference.read_text(encoding="utf-8") != name:
+        write_atomically(reference, [name.encode()])
+
+
+def _check_free_space(path: str, num_missing_bytes: int) -> None:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(existing_parent(cache)).free
-    if missing > free:
+    if num_missing_bytes > free:
         raise ConfigError(
-            f"model.path={path} needs {missing / GIB:.1f} GiB more, but {cache} has "
+            f"model.path={path} needs {num_missing_bytes / GIB:.1f} GiB more, but {cache} has "
             f"{free / GIB:.1f} GiB free; free some space, or set HF_HOME to another folder"
         )
 
 
-def _named(path: str, error: Exception) -> PacsError:
+def _download_error(path: str, error: Exception) -> PacsError:
     """The one-line error for each failure of a download."""
     from huggingface_hub import constants, errors
 
@@ -86,14 +96,21 @@ def _named(path: str, error: Exception) -> PacsError:
     hub = constants.ENDPOINT
     reason = " ".join(str(error).split())[:200]
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
-        text = f"cannot write {constants.HF_HUB_CACHE} ({error.strerror}); free some space, or set HF_HOME to another folder"
+        text = (
+            f"cannot write {constants.HF_HUB_CACHE} ({error.strerror}); free some space, or set "
+            "HF_HOME to another folder"
+        )
     elif isinstance(error, errors.GatedRepoError):
         text = f"gated; accept its terms at {hub}/{path}, log in (`hf auth login`) and run it again"
     elif isinstance(error, errors.HFValidationError):
         text = "neither a folder nor a hub id (name/name); correct the path"
     elif isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
-        text = f"{hub} has no such repository, or it is private; correct the id, or run `hf auth login`"
+        text = (
+            f"{hub} has no such repository, or it is private; correct the id, or run "
+            "`hf auth login`"
+        )
     elif status is not None:
         text = f"{hub} returned HTTP {status} ({reason}); run it again later"
     else:
@@ -105,8 +122,6 @@ def _named(path: str, error: Exception) -> PacsError:
     return ConfigError(f"model.path={path}: {text}")
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# data
 @report_wait("for the hub to send the data")
 def _fetch_data(dataset: DatasetOptions) -> str:
     import httpx

@@ -1,10 +1,9 @@
-"""SGLang servers of one node:
+"""SGLang servers of one node.
 
-`python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`.
-
-srun starts this process on each rollout node. For colocated servers the first rank of each trainer
-node starts it (`attach`). It writes the URLs of this node's servers to `<folder>/<node>.urls` when
-all are ready, and restarts a server that exits. Servers listen on the node's network address: set
+`python -m pacs_megatron.launch.serve <folder> <config> [key=value ...]`. srun starts this process
+on each rollout node. For colocated servers the first rank of each trainer node starts it
+(`attach`). It writes the URLs of this node's servers to `<folder>/<node>.urls` when all are ready,
+and restarts a server that exits. Servers listen on the node's network address: set
 rollout.api_key_env on a shared network.
 
 It stops on SIGINT, or when the batch script writes `<folder>/stop` after the trainer has ended.
@@ -50,7 +49,8 @@ _log = logging.getLogger(__name__)
 def servers_here(config: RunConfig) -> int:
     """Number of servers per rollout node, or per trainer node if colocated.
 
-    Raises ConfigError if the nodes do not divide `rollout.servers.count`.
+    Raises:
+        ConfigError: there are no servers, or the nodes do not divide `rollout.servers.count`.
     """
     rollout = config.rollout.sglang
     resources = config.resources
@@ -59,12 +59,12 @@ def servers_here(config: RunConfig) -> int:
             "rollout.servers is not set; rollout nodes require rollout.engine=sglang and "
             "rollout.servers"
         )
-    key, nodes = (
-        ("nodes", resources.nodes)
-        if rollout.servers.colocated
-        else ("rollout_nodes", resources.rollout_nodes)
-    )
-    nodes = max(1, nodes)
+    if rollout.servers.colocated:
+        key = "nodes"
+        nodes = max(1, resources.nodes)
+    else:
+        key = "rollout_nodes"
+        nodes = max(1, resources.rollout_nodes)
     if rollout.servers.count % nodes:
         raise ConfigError(
             f"rollout.servers.count={rollout.servers.count} does not divide over "
@@ -105,7 +105,13 @@ class Ending:
 def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     """Starts the servers, publishes their URLs, runs until `ending` is due, and stops them.
 
-    Returns the exit code.
+    Args:
+        folder: for the URLs, logs and pid files.
+        config: of the run.
+        ending: decides when the servers stop.
+
+    Returns:
+        The exit code.
     """
     from pacs_megatron.sglang.build import server_specs, start_servers
 
@@ -114,17 +120,15 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     count = servers_here(config)
     assert rollout is not None and rollout.servers is not None
     folder.mkdir(parents=True, exist_ok=True)
-    here = rollout.model_copy(
-        update={"servers": rollout.servers.model_copy(update={"count": count})}
-    )
+    servers_options = rollout.servers.model_copy(update={"count": count})
+    options = rollout.model_copy(update={"servers": servers_options})
     host = os.environ.get("PACS_NODE_ADDR") or node
-    specs = server_specs(here, config.model, folder / node, config.policy.routing)
+    specs = server_specs(options, config.model, folder / node, config.policy.routing)
     specs = [replace(spec, host=host) for spec in specs]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     try:
-        write_atomically(
-            folder / f"{node}.urls", [f"{server.url}\n".encode() for server in servers]
-        )
+        lines = [f"{server.url}\n".encode() for server in servers]
+        write_atomically(folder / f"{node}.urls", lines)
         return _watch(servers, rollout.servers.max_restarts, ending)
     finally:
         for server in servers:
@@ -132,6 +136,7 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
 
 
 def _node() -> str:
+    """Name of this node, as in the names of its files."""
     # Several slurmd on one host (tests) have different node names and one address.
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
@@ -139,20 +144,20 @@ def _node() -> str:
 def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
     """Restarts servers that exit, until `ending` is due.
 
-    Returns 1 if one cannot be restarted at its URL.
-
     A restarted server has the weights of the model folder, so the trainer's probes set it to STALE.
+
+    Returns:
+        The exit code: 1 if a server cannot be restarted at its URL.
     """
     restarts = [0] * len(servers)
     while not ending.is_due():
         for index, server in enumerate(servers):
             code = server.exit_code()
-            url = server.url
             if code is None:
                 continue
             _log.warning(
                 "server %s exited with code %s (restarts: %s); see %s",
-                url,
+                server.url,
                 code,
                 restarts[index],
                 server.log_path,
@@ -161,16 +166,24 @@ def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) 
             if restarts[index] > max_restarts:
                 _log.error("rollout.servers.max_restarts=%s is reached", max_restarts)
                 return 1
-            server.start()
-            if server.url != url:
-                _log.error(
-                    "server %s restarted at %s: the trainer uses the old port, which is in use",
-                    url,
-                    server.url,
-                )
+            if not _restart_at_url(server):
                 return 1
         time.sleep(POLL_S)
     return 0
+
+
+def _restart_at_url(server: ManagedServer) -> bool:
+    """Whether the server starts at its URL again."""
+    url = server.url
+    server.start()
+    if server.url == url:
+        return True
+    _log.error(
+        "server %s restarted at %s: the trainer uses the old port, which is in use",
+        url,
+        server.url,
+    )
+    return False
 
 
 @report_wait("for the SGLang servers of all rollout nodes")
@@ -182,17 +195,24 @@ def wait_for_urls(
 ) -> list[str]:
     """Waits until all nodes have published their servers, and returns the URLs.
 
-    `exit_code` returns the exit code of this node's serve process, None while it runs. Raises the
-    error that a node wrote, or RolloutError after a timeout or if this node's process exits without
-    an error file.
+    Args:
+        folder: folder of the URLs, shared by all nodes.
+        num_nodes: number of nodes with servers.
+        timeout_s: limit of the wait.
+        exit_code: returns the exit code of this node's serve process, None while it runs.
+
+    Raises:
+        ConfigError: a node wrote this error.
+        RolloutError: a node wrote another error, the limit is reached, or this node's process
+            exited without an error file.
     """
     deadline = time.monotonic() + timeout_s
     code = None
-    while len(files := sorted(folder.glob("*.urls"))) < num_nodes:
-        for path in sorted(folder.glob("*.error")):
-            left = read_object(path, error=RolloutError)
-            kind = ConfigError if left.get("code") == ConfigError.exit_code else RolloutError
-            raise kind(f"node {path.stem}: {left.get('message')}")
+    while True:
+        files = sorted(folder.glob("*.urls"))
+        if len(files) >= num_nodes:
+            break
+        _check_errors(folder)
         if code is not None:
             raise RolloutError(
                 f"server process exited with code {code} and wrote no error; see the logs in "
@@ -205,26 +225,51 @@ def wait_for_urls(
             )
         code = exit_code()  # read before the files: the process writes them before it exits
         time.sleep(POLL_S)
-    return [url for file in files for url in file.read_text(encoding="utf-8").split()]
+
+    urls: list[str] = []
+    for file in files:
+        urls += file.read_text(encoding="utf-8").split()
+    return urls
 
 
-# ------------------------------------------------------------------------------- colocated servers
-# on several nodes
+def _check_errors(folder: Path) -> None:
+    """Raises the first error that a node wrote to the folder."""
+    for path in sorted(folder.glob("*.error")):
+        content = read_object(path, error=RolloutError)
+        kind = ConfigError if content.get("code") == ConfigError.exit_code else RolloutError
+        raise kind(f"node {path.stem}: {content.get('message')}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Colocated servers on several nodes.
+
+
 def are_on_every_node(config: RunConfig) -> bool:
     """Whether each of several trainer nodes starts its own servers."""
-    own = config.rollout.managed_servers
-    return own is not None and own.colocated and config.resources.nodes > 1
+    servers = config.rollout.managed_servers
+    return servers is not None and servers.colocated and config.resources.nodes > 1
 
 
 def attach(
     config: RunConfig, config_path: Path, overrides: Sequence[str], place: RankPlace
 ) -> list[str]:
-    """Starts this node's servers, waits for those of all nodes, and returns the overrides that
-    attach this rank to them.
+    """Starts this node's servers and waits for those of all nodes.
 
     The first rank of each node owns its servers, because the driver cannot stop servers on other
-    nodes. Raises ConfigError outside of a batch script, the error of a node, or RolloutError after
-    a timeout.
+    nodes.
+
+    Args:
+        config: of the run.
+        config_path: file of the configuration, for the serve process.
+        overrides: of the configuration, for the serve process.
+        place: rank and local rank of this process.
+
+    Returns:
+        The overrides that attach this rank to the servers.
+
+    Raises:
+        ConfigError: this is not a batch script, or a node wrote this error.
+        RolloutError: a node wrote another error, or the limit is reached.
     """
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     if attempt is None:
@@ -236,32 +281,37 @@ def attach(
     folder = Path(attempt) / "servers"
     serving: subprocess.Popen[bytes] | None = None
     if place.local_rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"serve-rank{place.rank}.log").open("ab") as log:
-            serving = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "pacs_megatron.launch.serve",
-                    str(folder),
-                    str(config_path),
-                    *overrides,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # it ignores signals to the ranks
-                preexec_fn=lambda: die_with_parent(signal.SIGINT),
-            )
+        arguments = [str(folder), str(config_path), *overrides]
+        serving = _start_serving(folder / f"serve-rank{place.rank}.log", arguments)
+
+    def exit_code() -> int | None:
+        return None if serving is None else serving.poll()
+
     servers = config.rollout.managed_servers
     assert servers is not None
-    exit_code = serving.poll if serving is not None else lambda: None
     urls = wait_for_urls(folder, config.resources.nodes, servers.start_timeout_s, exit_code)
     return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]
 
 
+def _start_serving(log_file: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts `main` in a process that ends with this one."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pacs_megatron.launch.serve", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # it ignores signals to the ranks
+            preexec_fn=lambda: die_with_parent(signal.SIGINT),
+        )
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. An error is also written to the folder, for `wait_for_urls`."""
+    """Serves until the end and returns the exit code.
+
+    An error is also written to the folder, for `wait_for_urls`.
+    """
     logging.basicConfig(level=logging.INFO)
     return run_command(lambda: _run(Path(arguments[0]), Path(arguments[1]), arguments[2:]))
 
@@ -273,10 +323,9 @@ def _run(folder: Path, config: Path, overrides: Sequence[str]) -> int:
         ending.install()
         return serve(folder, loaded.config, ending)
     except Exception as error:
-        code = int(error.exit_code) if isinstance(error, PacsError) else int(ExitCode.FAILED)
-        write_atomically(
-            folder / f"{_node()}.error", [json_line({"code": code, "message": str(error)})]
-        )
+        code = error.exit_code if isinstance(error, PacsError) else ExitCode.FAILED
+        content = {"code": int(code), "message": str(error)}
+        write_atomically(folder / f"{_node()}.error", [json_line(content)])
         raise
 
 

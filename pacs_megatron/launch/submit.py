@@ -1,6 +1,6 @@
 """`submit`: submits a run or a sweep to Slurm as a NeMo-Run experiment, one job or a chain per run.
 
-The job works as slurm/train.sbatch. It opens an attempt. srun starts each rank, or a torchrun on
+The job works like slurm/train.sbatch. It opens an attempt. srun starts each rank, or a torchrun on
 each node. The signal before the time limit reaches the ranks. The end of the script decides on a
 requeue. NeMo-Run writes and submits the batch script. Its retries are off, because it also retries
 an invalid configuration.
@@ -25,7 +25,7 @@ from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch import nemo
-from pacs_megatron.launch.batch_script import Job, Request
+from pacs_megatron.launch.batch_script import Submission, SubmittedRun
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
 from pacs_megatron.launch.train import check_files_are_here, check_model_and_layout
 from pacs_megatron.launch.verbs import FITS_ON_GPU, function_of
@@ -37,99 +37,120 @@ MAX_RUNS = 256
 
 
 def run_submit(*, config_path: Path, cluster: Path, dry_run: bool, **options: Any) -> Iterator[str]:
-    """`submit` for the command line; see there."""
-    request = Request(config=config_path, cluster=load_cluster(cluster), **options)
-    return submit(request, dry_run=dry_run)
+    """Same as `submit`, for the command line."""
+    submission = Submission(config=config_path, cluster=load_cluster(cluster), **options)
+    return submit(submission, dry_run=dry_run)
 
 
-def submit(request: Request, *, dry_run: bool) -> Iterator[str]:
-    """Submits the runs; yields lines to print: job ids, or for a dry run batch scripts and resolved
-    configurations.
+def submit(submission: Submission, *, dry_run: bool) -> Iterator[str]:
+    """Submits the runs, or shows what would be submitted.
 
-    A dry run writes nothing but a temporary folder, which it removes. Raises ConfigError before
-    anything is submitted.
+    A dry run writes nothing but a temporary folder, which it removes.
+
+    Yields:
+        Lines to print: job ids, or for a dry run batch scripts and resolved configurations.
+
+    Raises:
+        ConfigError: a run is not valid (then nothing is submitted), or sbatch rejects a job.
     """
-    jobs = expand(request)
-    home = _home(jobs)
-    if not dry_run:
-        if shutil.which("sbatch") is None:
-            raise ConfigError(
-                "`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run"
-            )
-        for job in jobs:
-            check_run_folder(run_folder(job.loaded))
-            if (
-                request.cluster.container is None
-            ):  # not with a container, which may have other folders
-                check_files_are_here(job.loaded)
-        with _alone(jobs):
-            _refuse_what_is_queued(jobs)
-            yield from _warnings(jobs)
-            yield from _submit(nemo.load(home), jobs, request)
+    runs = expand(submission)
+    home = _home(runs)
+    if dry_run:
+        yield from _warnings(runs)
+        yield from _dry_run(runs, submission, home)
         return
-    yield from _warnings(jobs)
+
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "`sbatch` is not on PATH; submit from the cluster's login node, or use --dry-run"
+        )
+    for run in runs:
+        check_run_folder(run_folder(run.loaded))
+        # A container may have other folders.
+        if submission.cluster.container is None:
+            check_files_are_here(run.loaded)
+    with _locked_folders(runs):
+        _check_not_queued(runs)
+        yield from _warnings(runs)
+        yield from _submit(nemo.load(home), runs, submission)
+
+
+def _dry_run(runs: Sequence[SubmittedRun], submission: Submission, home: Path) -> Iterator[str]:
+    """Yields the batch scripts, written to a temporary folder in place of `home`."""
     with TemporaryDirectory(prefix="pacs-submit-") as folder:
         nemo.check_folder(Path(folder), "TMPDIR")
-        run = nemo.load(Path(folder))
-        for job in jobs:
-            with run.Experiment(job.name) as experiment:
-                nemo.add_tasks(run, experiment, job, request)
-                yield from nemo.dry_run(experiment, job, Path(folder), home)
+        nemo_run = nemo.load(Path(folder))
+        for run in runs:
+            with nemo_run.Experiment(run.name) as experiment:
+                nemo.add_tasks(nemo_run, experiment, run, submission)
+                yield from nemo.dry_run(experiment, run, Path(folder), home)
 
 
-def _home(jobs: Sequence[Job]) -> Path:
+def _home(runs: Sequence[SubmittedRun]) -> Path:
     """NeMo-Run's folder: NEMORUN_HOME, or in run.dir."""
     variable = os.environ.get("NEMORUN_HOME")
-    home = (
-        Path(variable) if variable else Path(jobs[0].loaded.config.run.dir) / EXPERIMENTS
-    ).resolve()
-    for job in jobs:
-        nemo.check_folder(
-            home / job.name, "NEMORUN_HOME and run.name" if variable else "run.dir and run.name"
-        )
+    if variable:
+        key = "NEMORUN_HOME and run.name"
+        home = Path(variable).resolve()
+    else:
+        key = "run.dir and run.name"
+        home = (Path(runs[0].loaded.config.run.dir) / EXPERIMENTS).resolve()
+    for run in runs:
+        nemo.check_folder(home / run.name, key)
     return home
 
 
-def _submit(run: Any, jobs: Sequence[Job], request: Request) -> Iterator[str]:
+def _submit(nemo_run: Any, runs: Sequence[SubmittedRun], submission: Submission) -> Iterator[str]:
+    """Submits run after run and records the ids; yields a line for each."""
     submitted: list[str] = []
-    for job in jobs:
-        with run.Experiment(job.name) as experiment:
-            tasks = nemo.add_tasks(run, experiment, job, request)
+    for run in runs:
+        with nemo_run.Experiment(run.name) as experiment:
+            tasks = nemo.add_tasks(nemo_run, experiment, run, submission)
             ids = nemo.launch(experiment, submitted)
-        note_jobs(run_folder(job.loaded), [(label, ids[task]) for label, task in tasks.items()])
-        submitted.append(job.name)
-        text = ", ".join(f"{label}={ids[task]}" for label, task in tasks.items())
-        yield f"{job.name}: submitted {text}; pacs-megatron status {run_folder(job.loaded)}"
+        jobs = [(label, ids[task]) for label, task in tasks.items()]
+        note_jobs(run_folder(run.loaded), jobs)
+        submitted.append(run.name)
+        text = ", ".join(f"{label}={job_id}" for label, job_id in jobs)
+        yield f"{run.name}: submitted {text}; pacs-megatron status {run_folder(run.loaded)}"
 
 
 @contextmanager
-def _alone(jobs: Sequence[Job]) -> Iterator[None]:
-    """Inside the block no other `submit` of this host checks the queue for runs in these folders."""
+def _locked_folders(runs: Sequence[SubmittedRun]) -> Iterator[None]:
+    """Inside the block no other `submit` of this host submits to the parent folders of the runs."""
     with ExitStack() as stack:
-        for folder in sorted({Path(job.loaded.config.run.dir).resolve() for job in jobs}):
+        folders = {Path(run.loaded.config.run.dir).resolve() for run in runs}
+        # Sorted, so that two `submit` never wait for each other.
+        for folder in sorted(folders):
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            with (
-                suppress(OSError),
-                report_wait(f"for another `submit` of runs in {folder}"),
-            ):  # a disk without locks
+            # OSError: a disk without locks.
+            with suppress(OSError), report_wait(f"for another `submit` of runs in {folder}"):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
 
-def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
-    """Warnings of `plan`. They do not stop a submission, because some of its constants are assumed."""
+def _warnings(runs: Sequence[SubmittedRun]) -> Iterator[str]:
+    """Warnings of `plan`.
+
+    They do not stop a submission, because some of its constants are assumed.
+    """
     fits_on_gpu = function_of(FITS_ON_GPU)
-    for job in jobs:
-        if not fits_on_gpu(job.loaded):
-            yield f"# warning: {job.name} does not fit on a GPU according to `pacs-megatron plan`; run it for a fix"
+    for run in runs:
+        if not fits_on_gpu(run.loaded):
+            yield (
+                f"# warning: {run.name} does not fit on a GPU according to `pacs-megatron plan`; "
+                "run it for a fix"
+            )
 
 
-def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
-    """Raises ConfigError if a job of the same run is in the queue: both would write to one folder."""
-    for job in jobs:
-        run_dir = run_folder(job.loaded)
+def _check_not_queued(runs: Sequence[SubmittedRun]) -> None:
+    """Raises ConfigError if a job of the same run is in the queue.
+
+    Both would write to one folder.
+    """
+    for run in runs:
+        run_dir = run_folder(run.loaded)
         states = job_states(list(known_jobs(run_dir)))
         if states:
             job_id, state = next(iter(states.items()))
@@ -137,56 +158,74 @@ def _refuse_what_is_queued(jobs: Sequence[Job]) -> None:
             raise ConfigError(f"{run_dir} has job {job_id} in the queue ({state}); {fix}")
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# runs
-def expand(request: Request) -> list[Job]:
-    """All runs of a request, loaded and checked. Raises ConfigError before anything is submitted."""
-    axes = [_axis(text) for text in request.sweep]
-    _check_axes(request)
-    num_runs = math.prod([request.seeds, *map(len, axes)])
+def expand(submission: Submission) -> list[SubmittedRun]:
+    """All runs of a submission, loaded and checked.
+
+    Raises:
+        ConfigError: a run is not valid; nothing is submitted.
+    """
+    axes = [_axis(text) for text in submission.sweep]
+    _check_axes(submission)
+    num_runs = submission.seeds * math.prod(len(axis) for axis in axes)
     if num_runs > MAX_RUNS:
         limit = f"one request submits at most {MAX_RUNS}"
         raise ConfigError(
             f"--sweep and --seeds give {num_runs} runs, but {limit}; use fewer values"
         )
-    if request.convert and num_runs > 1:
+    if submission.convert and num_runs > 1:
         raise ConfigError(
             "--convert is for one run, not for --sweep or --seeds; convert the model once by "
             "`pacs-megatron convert to-megatron`, and set model.path to the result"
         )
-    base = load_config(request.config, request.overrides).config
-    if request.seeds > 1:
-        axes.append([f"run.seed={base.run.seed + index}" for index in range(request.seeds)])
-    jobs: dict[str, Job] = {}
+
+    base = load_config(submission.config, submission.overrides).config.run
+    if submission.seeds > 1:
+        axes.append([f"run.seed={base.seed + index}" for index in range(submission.seeds)])
+    runs: dict[str, SubmittedRun] = {}
     for choice in itertools.product(*axes):
-        name = "-".join([base.run.name, *(_short(text) for text in choice)])
-        overrides = (*request.overrides, *choice, *([f"run.name={name}"] if choice else []))
-        loaded = load_config(request.config, overrides)
-        check_model_and_layout(loaded, ranks_to_start(loaded.config))
-        if request.evaluate and not loaded.config.evaluation.benchmarks:
-            raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
-        if name in jobs:
+        run = _load_run(submission, base.name, choice)
+        if run.name in runs:
             raise ConfigError(
-                f"two runs of this request have the name {name}; sweep over values with different "
-                "names"
+                f"two runs of this request have the name {run.name}; sweep over values with "
+                "different names"
             )
-        jobs[name] = Job(overrides, loaded)
-    return list(jobs.values())
+        runs[run.name] = run
+    return list(runs.values())
 
 
-def _check_axes(request: Request) -> None:
-    keys = [text.partition("=")[0] for text in request.sweep] + ["run.seed"] * (request.seeds > 1)
+def _load_run(submission: Submission, base_name: str, choice: tuple[str, ...]) -> SubmittedRun:
+    """The run with these overrides of the sweep, checked.
+
+    Args:
+        submission: the arguments.
+        base_name: run.name without the sweep.
+        choice: `key=value` of each axis; empty without a sweep.
+    """
+    overrides = (*submission.overrides, *choice)
+    if choice:
+        name = "-".join([base_name, *map(_short, choice)])
+        overrides = (*overrides, f"run.name={name}")
+    loaded = load_config(submission.config, overrides)
+    check_model_and_layout(loaded, ranks_to_start(loaded.config))
+    if submission.evaluate and not loaded.config.evaluation.benchmarks:
+        raise ConfigError("--evaluate: evaluation.benchmarks is empty; add a benchmark")
+    return SubmittedRun(overrides, loaded)
+
+
+def _check_axes(submission: Submission) -> None:
+    """Raises ConfigError if a key is swept twice, or names the runs."""
+    keys = [text.partition("=")[0] for text in submission.sweep]
+    if submission.seeds > 1:
+        keys.append("run.seed")
     for key in keys:
         if key == "run.name":
             raise ConfigError(
                 "--sweep run.name: runs are named by their values; sweep over another key"
             )
         if keys.count(key) > 1:
-            options = (
-                "--sweep and --seeds both set"
-                if key == "run.seed" and request.seeds > 1
-                else "two --sweep set"
-            )
+            options = "two --sweep set"
+            if key == "run.seed" and submission.seeds > 1:
+                options = "--sweep and --seeds both set"
             raise ConfigError(f"{options} {key}; give all its values in one --sweep {key}=a,b,c")
 
 
@@ -195,17 +234,31 @@ def _axis(text: str) -> list[str]:
 
     A comma inside brackets or quotes belongs to its value: `[a,b],[c]` are two.
     """
-    key, equals, values = text.partition("=")
+    key, equals, text_of_values = text.partition("=")
+    values = _split(text_of_values)
+    has_values = bool(values) and all(value.strip() for value in values)
+    if not equals or not key or not has_values:
+        raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
+    return [f"{key}={value}" for value in values]
+
+
+def _split(text: str) -> list[str]:
+    """The items of a YAML list without brackets, as written; empty if it is not one."""
     nodes: list[yaml.Node] = []
     with suppress(yaml.YAMLError, RecursionError, ValueError):
-        whole = yaml.compose(f"[{values},]", Loader=yaml.BaseLoader)
-        nodes = whole.value if whole is not None and whole.end_mark.index == len(values) + 3 else []
-    found = [values[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
-    if not equals or not key or not found or not all(value.strip() for value in found):
-        raise ConfigError(f"--sweep {text!r}: expected key=a,b,c such as objective.beta=0.5,1,2")
-    return [f"{key}={value}" for value in found]
+        whole = yaml.compose(f"[{text},]", Loader=yaml.BaseLoader)
+        # A bracket in the text may close the list before its end.
+        if whole is not None and whole.end_mark.index == len(text) + 3:
+            nodes = whole.value
+    # The marks count the bracket that was added in front.
+    return [text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes]
 
 
 def _short(override: str) -> str:
+    """The part of a run's name for one override: last key and value.
+
+    Characters that a path cannot have become `_`.
+    """
     key, _, value = override.partition("=")
-    return re.sub(r"[^A-Za-z0-9.]+", "_", f"{key.rsplit('.', 1)[-1]}{value}")
+    last_key = key.rsplit(".", 1)[-1]
+    return re.sub(r"[^A-Za-z0-9.]+", "_", f"{last_key}{value}")

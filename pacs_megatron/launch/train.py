@@ -1,5 +1,6 @@
-"""`train`: checks the configuration and starts the ranks, or becomes a rank if torchrun or srun
-started this process.
+"""`train`: checks the configuration and starts the ranks.
+
+If torchrun or srun started this process, it becomes a rank instead.
 
 Runs training as a new command instead of importing it, so a rank's environment is complete before
 Python loads torch.
@@ -56,19 +57,23 @@ _POLL_S = 1.0
 
 
 def run_train(config_path: Path, overrides: Sequence[str]) -> int:
-    """Trains and returns the exit code. Raises ConfigError before it starts a process."""
+    """Trains and returns the exit code.
+
+    Raises:
+        ConfigError: before a process is started.
+    """
     loaded = load_config(config_path, overrides)
     place = find_rank(os.environ)
     if place is not None:
         try:
             become_rank(loaded, place, config_path, overrides)
         except PacsError as error:
-            if (
-                ATTEMPT_VARIABLE in os.environ
-            ):  # srun would report the signal of the ranks that it ends instead
+            # In a batch script srun would report the signal of the ranks that it ends instead.
+            if ATTEMPT_VARIABLE in os.environ:
                 file = EXIT_CODE_FILE if place.rank == 0 else FAILED_RANK_FILE
                 write_exit_code(run_folder(loaded), error.exit_code, file)
             raise
+
     resources = loaded.config.resources
     world_size = ranks_to_start(loaded.config)
     run_dir = run_folder(loaded)
@@ -82,25 +87,26 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     _check(loaded, world_size)
     check_not_locked(run_dir)
     changed_since(loaded, run_dir)  # raises for another run's folder
-    is_file(run_dir / EXIT_CODE_FILE, ConfigError)
+    exit_code_file = run_dir / EXIT_CODE_FILE
+    is_file(exit_code_file, ConfigError)  # raises for a folder of this name
     command = [TRAINING_MODULE, str(config_path), *overrides]
-    return start_ranks(
-        command, world_size, run_dir / EXIT_CODE_FILE, lead_s=resources.signal_lead_s
-    )
+    return start_ranks(command, world_size, exit_code_file, lead_s=resources.signal_lead_s)
 
 
 def become_rank(
     loaded: LoadedConfig, place: RankPlace, config_path: Path, overrides: Sequence[str]
 ) -> NoReturn:
-    """Checks the configuration (ConfigError, DataError), then turns this process of torchrun or
-    srun into a rank.
+    """Checks the configuration, then turns this process of torchrun or srun into a rank.
+
+    Raises:
+        ConfigError, DataError: the configuration does not fit this host or world size.
     """
     _check(loaded, place.world_size, place.rank)
     command = [TRAINING_MODULE, str(config_path), *overrides]
     if are_on_every_node(loaded.config):
         command += attach(loaded.config, config_path, overrides, place)
     environ = rank_environment(place.local_world_size, single_host=False) | place.variables()
-    os.execve(sys.executable, [sys.executable, "-m", *command], environ)
+    os.execve(sys.executable, [sys.executable, "-m", *command], environ)  # noqa: S606
 
 
 def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> None:
@@ -110,26 +116,33 @@ def _check(loaded: LoadedConfig, world_size: int, rank: int = 0) -> None:
     """
     check_model_and_layout(loaded, world_size)
     check_files_are_here(loaded)
-    for part in _rewards(loaded) if rank == 0 else ():  # rewards run on rank 0's host
-        if isinstance(part, CodeReward) and part.sandbox != "none":
-            sandbox.check(part.sandbox)
+    if rank == 0:
+        _check_sandboxes(loaded)  # rewards run on rank 0's host
     line = certificate_line(loaded)
     if line is not None and rank == 0:
         sys.stderr.write(f"{line}\n")
 
 
+def _check_sandboxes(loaded: LoadedConfig) -> None:
+    for reward in _rewards(loaded):
+        if isinstance(reward, CodeReward) and reward.sandbox != "none":
+            sandbox.check(reward.sandbox)
+
+
 def _rewards(loaded: LoadedConfig) -> Sequence[SingleReward | None]:
+    """The rewards without weights; None if no reward is set."""
     reward = loaded.config.reward
-    return (
-        [part.reward for part in reward.components]
-        if isinstance(reward, WeightedReward)
-        else [reward]
-    )
+    if isinstance(reward, WeightedReward):
+        return [component.reward for component in reward.components]
+    return [reward]
 
 
 def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
-    """Raises ConfigError, ConversionError or DataError if the layout does not fit the world size or
-    the model's files.
+    """Checks that the layout fits the world size and the model's files.
+
+    Raises:
+        ConfigError: it does not.
+        ConversionError, DataError: a file of the model is damaged.
     """
     from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
     from pacs_megatron.models import load_spec
@@ -140,12 +153,13 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     folder = config_folder(local_path(config.model.path))
     if folder.is_dir():
         spec = load_spec(folder)
-        file = folder / GENERATION_CONFIG
         problems += shape_problems(config, spec, folder.name)
-        last = max(read_eos_ids(file), default=0) if is_file(file) else 0
-        if last >= spec.vocab_size:
+        file = folder / GENERATION_CONFIG
+        eos_ids = read_eos_ids(file) if is_file(file) else set()
+        largest = max(eos_ids, default=0)
+        if largest >= spec.vocab_size:
             problems.append(
-                f"{file}: eos_token_id is {last}, but config.json has "
+                f"{file}: eos_token_id is {largest}, but config.json has "
                 f"vocab_size={spec.vocab_size}; correct it"
             )
     if problems:
@@ -153,55 +167,70 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
 
 
 def check_files_are_here(loaded: LoadedConfig) -> None:
-    """Raises ConfigError or DataError if a file or package that the run names is missing on this
-    host.
+    """Checks that the files and packages that the run names exist on this host.
+
+    Raises:
+        ConfigError, DataError: one is missing.
     """
     from pacs_megatron.data.sources import find_source
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.rewards.custom import find_file
 
-    objective = loaded.config.objective
-    critic = objective.critic.path if isinstance(objective, PpoOptions) else None
-    for key, path in (("model.path", loaded.config.model.path), ("objective.critic.path", critic)):
-        if path is not None and not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
-            raise ConfigError(
-                f"{key}={path}: no such folder; correct the path, or create it first "
-                f"({loaded.where(key)})"
-            )
-    for dataset in (loaded.config.data.train, *loaded.config.evaluation.benchmarks):
+    config = loaded.config
+    _check_model_path(loaded, "model.path", config.model.path)
+    if isinstance(config.objective, PpoOptions) and config.objective.critic.path is not None:
+        _check_model_path(loaded, "objective.critic.path", config.objective.critic.path)
+    for dataset in (config.data.train, *config.evaluation.benchmarks):
         find_source(dataset)
-    for part in _rewards(loaded):
-        if isinstance(part, CustomReward):
-            find_file(part.function)
-    if loaded.config.logging.wandb is not None:
-        check_wandb(loaded.config.logging.wandb)
+    for reward in _rewards(loaded):
+        if isinstance(reward, CustomReward):
+            find_file(reward.function)
+    if config.logging.wandb is not None:
+        check_wandb(config.logging.wandb)
+
+
+def _check_model_path(loaded: LoadedConfig, key: str, path: str) -> None:
+    """Raises ConfigError if `path`, the value of `key`, is neither a folder nor a hub id."""
+    if not local_path(path).is_dir() and not HUB_ID.fullmatch(path):
+        raise ConfigError(
+            f"{key}={path}: no such folder; correct the path, or create it first "
+            f"({loaded.where(key)})"
+        )
 
 
 def start_ranks(
     command: Sequence[str], num_ranks: int, exit_code_file: Path, *, lead_s: float = math.inf
 ) -> int:
-    """Runs `python -m <command>` on `num_ranks` ranks of this host under torchrun; returns the exit
-    code.
+    """Runs `python -m <command>` on ranks of this host under torchrun.
 
     The first SIGTERM or SIGINT goes to the ranks only, because torchrun kills them after 30 s; they
     save and stop within `lead_s`. Processes that SIGSTOP has stopped continue. The second signal
     also goes to torchrun. The third signal, or the end of `lead_s`, kills all.
+
+    Args:
+        command: module and its arguments.
+        num_ranks: number of ranks.
+        exit_code_file: file that rank 0 writes; the run's lock is beside it.
+        lead_s: seconds between a stop request and the end of all processes.
+
+    Returns:
+        The exit code.
     """
     before = _stamp(exit_code_file)
     lock = exit_code_file.with_name(LOCK_FILE)
     lock_before = _stamp(lock)
-    agent = [
-        *(sys.executable, "-m", "pacs_megatron.launch.agent"),
-        *("--standalone", "--local-addr=127.0.0.1", "--nnodes=1", f"--nproc-per-node={num_ranks}"),
-        *("-m", *command),
-    ]
+    agent = [sys.executable, "-m", "pacs_megatron.launch.agent"]
+    agent += ["--standalone", "--local-addr=127.0.0.1", "--nnodes=1"]
+    agent += [f"--nproc-per-node={num_ranks}", "-m", *command]
 
-    def waits_for() -> str:  # a rank reports its waits after a stop request
+    def waits_for() -> str:
+        """Empty after the start and after a stop request: a rank reports its waits."""
         is_starting = _stamp(lock) == lock_before and not torchrun.signals
         return "for torchrun to start the ranks" if is_starting else ""
 
     with _Torchrun(agent, num_ranks) as torchrun, report_wait(waits_for):
         code = torchrun.wait(lead_s)
+
     if _stamp(exit_code_file) not in (None, before):
         return read_exit_code(exit_code_file, ExitCode.FAILED)
     if code == 0:
@@ -220,16 +249,17 @@ class _Torchrun:
 
     def __init__(self, command: Sequence[str], num_ranks: int) -> None:
         self.signals: list[int] = []
+        """signals that this process received"""
         self._agent: psutil.Popen | None = None
         self._ranks: list[psutil.Process] = []
         self._num_ranks = num_ranks
+        # Before the start: a signal that arrives while torchrun starts is passed on afterwards.
         self._old_handlers = {
             number: signal.signal(number, self._on_signal) for number in _FORWARDED
         }
         environ = rank_environment(num_ranks, single_host=True)
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # a child that the kernel reaps has no exit code
+        # If SIGCHLD is ignored, the kernel reaps a child and its exit code is lost.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._agent = psutil.Popen(
             command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL
         )
@@ -269,9 +299,8 @@ class _Torchrun:
             if len(self._ranks) < self._num_ranks:
                 self._tree()
             if self.signals:
-                _send(
-                    self._ranks, signal.SIGTERM
-                )  # a starting rank may have missed the first signal
+                # A starting rank may have missed the first signal.
+                _send(self._ranks, signal.SIGTERM)
             if code is not None:
                 time.sleep(_POLL_S)
         return code
@@ -285,11 +314,11 @@ class _Torchrun:
             return []
         with suppress(psutil.NoSuchProcess):
             self._ranks = self._agent.children() or self._ranks
-        found = [self._agent, *self._ranks]
+        tree = [self._agent, *self._ranks]
         for rank in self._ranks:
             with suppress(psutil.NoSuchProcess):
-                found += rank.children(recursive=True)
-        return found
+                tree += rank.children(recursive=True)
+        return tree
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.signals:
@@ -299,11 +328,13 @@ class _Torchrun:
             self._pass_on()
 
     def _pass_on(self) -> None:
+        """Forwards the last signal, by the rules of `start_ranks`."""
         tree = self._tree()
         attempt = len(self.signals)
-        _send(
-            self._ranks if attempt == 1 and self._ranks else tree[:1] + self._ranks, signal.SIGTERM
-        )
+        stopped = self._ranks
+        if attempt > 1 or not self._ranks:
+            stopped = tree[:1] + self._ranks
+        _send(stopped, signal.SIGTERM)
         _send(tree, signal.SIGKILL if attempt > 2 else signal.SIGCONT)
 
 
@@ -320,6 +351,7 @@ def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
+    """Time and inode, which change when the file is written again; None without the file."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -16,13 +16,14 @@ _OUTPUT_BYTES = 4096
 
 @dataclass(kw_only=True)
 class BoundedTunnel(LocalTunnel):
-    """Reports a long wait.
+    """A tunnel that reports a long wait and returns the start of the output only.
 
-    Returns the start of the output only, because NeMo-Run parses all of it as the job id.
+    NeMo-Run parses all of the output as the job id.
     """
 
     def run(self, command: str, **options: Any) -> Any:
-        """As `LocalTunnel.run`."""
+        """Same as `LocalTunnel.run`, with a report and with limited output."""
         logging.getLogger().handlers.clear()  # NeMo-Run's handler hides the report
-        with report_wait(f"for `{command.partition(' ')[0]}`"):
+        program = command.partition(" ")[0]
+        with report_wait(f"for `{program}`"):
             return super().run(f"set -o pipefail; {command} | head -c {_OUTPUT_BYTES}", **options)

@@ -42,11 +42,11 @@ VERBS: Mapping[str, str] = {
 """verb -> `module:function` of this package"""
 
 FITS_ON_GPU = "workbench.plan.command:fits_on_gpu"
-"""What `submit` needs of `plan`, by the same rule as a verb"""
+"""The function of `plan` that `submit` calls, by the same rule as a verb"""
 
 
 def function_of(place: str) -> Any:
-    """The function of `place`, a value of `VERBS`. Imports its module."""
+    """Imports the module of `place`, a value of `VERBS`, and returns the function."""
     module, _, name = place.partition(":")
     with report_wait("for the modules of this command to load"):
         return getattr(importlib.import_module(f"pacs_megatron.{module}"), name)

@@ -355,7 +355,7 @@ def _run(name: str, node: StudyNode) -> Iterator[str]:
 
 def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
     """Submits the missing nodes of a chain as jobs that depend on each other."""
-    from pacs_megatron.launch.batch_script import Request
+    from pacs_megatron.launch.batch_script import Submission
     from pacs_megatron.launch.submit import submit
 
     missing = chain.missing
@@ -365,7 +365,7 @@ def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
     for node in missing:
         if node.label != "train":
             later.append((node.label, node.words[len(PRODUCT) :]))
-    request = Request(
+    request = Submission(
         config=chain.config,
         overrides=chain.overrides,
         cluster=load_cluster(cluster),

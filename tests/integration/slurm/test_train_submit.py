@@ -17,7 +17,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.batch_script import Request
+from pacs_megatron.launch.batch_script import Submission
 from pacs_megatron.launch.submit import expand, submit
 from tests.integration.slurm.conftest import (
     read_attempts,
@@ -40,13 +40,13 @@ RUNS = [
 ]
 
 
-def make_request(config: Path, cluster: str = "local", **changes: object) -> Request:
+def make_request(config: Path, cluster: str = "local", **changes: object) -> Submission:
     options = {
         "config": config,
         "overrides": (),
         "cluster": load_cluster(CLUSTERS / f"{cluster}.yaml"),
     }
-    return Request(**(options | changes))  # type: ignore[arg-type]
+    return Submission(**(options | changes))  # type: ignore[arg-type]
 
 
 def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:

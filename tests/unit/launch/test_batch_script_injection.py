@@ -23,7 +23,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import ClusterConfig, ContainerOptions, load_cluster
 from pacs_megatron.config.messages import all_keys
 from pacs_megatron.errors import ConfigError, PacsError
-from pacs_megatron.launch.batch_script import Request, setup_lines, train_command
+from pacs_megatron.launch.batch_script import Submission, setup_lines, train_command
 from pacs_megatron.launch.submit import expand, submit
 from tests.support.fuzz import NUM_INPUTS, fuzz
 from tests.support.needs import require_nemo_run
@@ -74,7 +74,7 @@ class Sandbox:
     def scripts(
         self, overrides: Sequence[str], cluster: ClusterConfig, sweep: Sequence[str] = ()
     ) -> list[str]:
-        request = Request(
+        request = Submission(
             config=self.config, overrides=tuple(overrides), cluster=cluster, convert=True
         )
         texts = list(submit(request, dry_run=True))
@@ -234,7 +234,7 @@ def test_shellcheck_on_generated_scripts(sandbox: Sandbox, base: list[str]) -> N
             "resources.gpu=h100",
             "rollout.servers.device=cuda",
         ]
-    request = Request(config=sandbox.config, overrides=tuple(overrides), cluster=cluster)
+    request = Submission(config=sandbox.config, overrides=tuple(overrides), cluster=cluster)
     (job,) = expand(request)
     for text in (setup_lines(job, request), train_command(job, request)):
         path = sandbox.folder / "own.sh"
@@ -321,7 +321,7 @@ def test_container_options_are_covered() -> None:
 
 
 def test_too_many_runs_are_rejected(sandbox: Sandbox) -> None:
-    request = Request(
+    request = Submission(
         config=sandbox.config, overrides=(), cluster=sandbox.cluster(), seeds=1_000_000
     )
     with pytest.raises(ConfigError, match="give 1000000 runs, but one request submits at most 256"):

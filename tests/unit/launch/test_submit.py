@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pacs_megatron.launch.submit import _alone
+from pacs_megatron.launch.submit import _locked_folders
 
 
 def test_one_submission_at_a_time(tmp_path: Path) -> None:
@@ -17,11 +17,11 @@ def test_one_submission_at_a_time(tmp_path: Path) -> None:
     entered = threading.Event()
 
     def other() -> None:
-        with _alone(jobs[:1]):
+        with _locked_folders(jobs[:1]):
             entered.set()
 
     thread = threading.Thread(target=other)
-    with _alone(jobs):
+    with _locked_folders(jobs):
         thread.start()
         assert not entered.wait(0.3)
     assert entered.wait(20)
