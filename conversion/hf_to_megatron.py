@@ -1,12 +1,13 @@
-"""Hugging Face folder or hub id -> Megatron checkpoint; `--help` lists the options.
+"""Hugging Face folder or hub id -> Megatron checkpoint.
 
-The same as `pacs-megatron convert to-megatron`.
+Same as `pacs-megatron convert to-megatron`; `--help` lists the options.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout
+# So that it runs from a checkout.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pacs_megatron.__main__ import main
 

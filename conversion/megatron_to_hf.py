@@ -1,13 +1,13 @@
-"""Megatron checkpoint (converted, or of a training run) -> Hugging Face folder; `--help` lists the
-options.
+"""Megatron checkpoint (converted, or of a training run) -> Hugging Face folder.
 
-The same as `pacs-megatron convert to-hf`.
+Same as `pacs-megatron convert to-hf`; `--help` lists the options.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout
+# So that it runs from a checkout.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pacs_megatron.__main__ import main
 

@@ -1,13 +1,13 @@
-"""Compare a Hugging Face folder with a Megatron checkpoint and write a certificate; `--help` lists
-the options.
+"""Compares a Hugging Face folder with a Megatron checkpoint and writes a certificate.
 
-The same as `pacs-megatron convert verify`.
+Same as `pacs-megatron convert verify`; `--help` lists the options.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout
+# So that it runs from a checkout.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pacs_megatron.__main__ import main
 

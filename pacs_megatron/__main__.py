@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """As `cli.main`; a Ctrl-C while the modules load ends without a traceback also."""
+    """Same as `cli.main`; a Ctrl-C while the modules load also ends without a traceback."""
     try:
         from pacs_megatron import cli
 

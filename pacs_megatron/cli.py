@@ -23,7 +23,9 @@ from pacs_megatron.runtime.command_line import (
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which printed files must not send to the terminal; tabs and line ends stay.
+"""Control characters, which printed files must not send to the terminal.
+
+Tabs and line ends stay.
 """
 _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    """Calls the verb's function, prints its texts, and returns the exit code."""
     check_arguments(arguments)
     options = vars(_parse(arguments))
     verb = function_of(options.pop("place"))
@@ -56,18 +59,20 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _printable(text: str) -> str:
+    """The text with control characters as escapes."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments. Unlike argparse, accepts overrides after options."""
     parser = build_parser()
-    parsed, rest = parser.parse_known_args(arguments)
-    are_overrides = all("=" in word and not word.startswith("-") for word in rest)
-    if rest and hasattr(parsed, "overrides") and are_overrides:
-        parsed.overrides.extend(rest)
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parsed, unknown = parser.parse_known_args(arguments)
+    if not unknown:
+        return parsed
+    are_overrides = all("=" in word and not word.startswith("-") for word in unknown)
+    if not are_overrides or not hasattr(parsed, "overrides"):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    parsed.overrides.extend(unknown)
     return parsed
 
 
@@ -91,11 +96,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ------------------------------------------------------------------------------------- kinds of
-# verb
+# --------------------------------------------------------------------------------------------------
+# Kinds of verbs.
+
+
 def _add_verb(verbs: _SubParsers, verb: str, text: str) -> argparse.ArgumentParser:
-    """The parser of `verb`, a key of `VERBS`; of `config show` this is `show` in the group
-    `config`.
+    """The parser of `verb`, a key of `VERBS`.
+
+    That of `config show` is `show` in the group `config`.
     """
     parser = verbs.add_parser(verb.split()[-1], help=text, description=text)
     parser.set_defaults(place=VERBS[verb])
@@ -141,8 +149,10 @@ def _add_no_verify(parser: argparse.ArgumentParser, dest: str) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ the
-# verbs
+# --------------------------------------------------------------------------------------------------
+# The verbs.
+
+
 def _add_results(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks")
     parser.add_argument(
