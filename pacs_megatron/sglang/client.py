@@ -338,7 +338,7 @@ class SglangEngine(Closing):
         return f"{state.request.id}/{state.sent}-{self._tag}"
 
     async def _try(self, state: _RequestState, server: Server, rid: str) -> None:
-        """One attempt: passes a sample to the stream, or decides about a retry."""
+        """One attempt: passes the sample to the stream, or handles the failure."""
         failure: RolloutError
         try:
             sample = await self._generate(state, server, rid)
@@ -353,7 +353,16 @@ class SglangEngine(Closing):
         finally:
             server.in_flight -= 1
             self._loop.call_soon(self._dispatch)
+        self._retry_or_fail(state, server, failure)
 
+    def _retry_or_fail(self, state: _RequestState, server: Server, failure: RolloutError) -> None:
+        """Makes the request pending again, or ends its stream after the last retry.
+
+        Args:
+            state: the request, whose attempt has ended.
+            server: the server of the attempt.
+            failure: RequestRejectedError ends the stream at once: no server accepts the request.
+        """
         # First: `Fleet.failed` may end the server, and `_on_lost` must not retry this request as
         # well.
         state.task = None
@@ -464,6 +473,7 @@ class SglangEngine(Closing):
         )
 
     def _span(self, state: _RequestState, version: str, start: int, end: int) -> Span:
+        """The weights of the tokens `start` to `end`; checks that the run sent them in time."""
         weights = WeightVersion.parse(version)
         if weights is None or version not in self._fleet.known:
             raise BadResponseError(f"tokens {start} to {end} come from unknown weights {version!r}")
@@ -481,12 +491,14 @@ class SglangEngine(Closing):
                 self._in_background(self._abort(state.server, self._rid(state)))
 
     async def _cancel(self, ids: tuple[str, ...]) -> None:
+        """Ends these requests; their streams get None for each."""
         states = [self._states[request_id] for request_id in ids if request_id in self._states]
         for state in states:
             self._drop(state)
             state.stream.put(None)
 
     def _fail_stream(self, stream: _Stream, error: BaseException) -> None:
+        """Ends all requests of a stream, which gets the error."""
         states = [state for state in self._states.values() if state.stream is stream]
         for state in states:
             self._drop(state)

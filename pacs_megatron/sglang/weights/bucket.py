@@ -76,6 +76,7 @@ class Bucket:
             torch.cuda.empty_cache()
 
     def _reserve(self, tensor: torch.Tensor) -> None:
+        """Allocates the buffer for a bucket that starts with this tensor, if it does not fit."""
         size = max(self._capacity, tensor.nbytes)
         is_on_device = self._buffer.device == tensor.device
         if is_on_device and tensor.nbytes <= self._buffer.numel() <= size:

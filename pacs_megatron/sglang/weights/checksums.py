@@ -132,6 +132,16 @@ class ExpectedChecksums:
         return torch.stack(gates_and_ups)
 
     def _slice(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """A tensor-parallel rank's part of one exported tensor.
+
+        Embedding and lm_head are split by vocabulary; q, k, v, gate and up by output features; o
+        and down by input features. Other tensors are whole on each rank.
+
+        Args:
+            name: Hugging Face name.
+            tensor: the whole tensor.
+            rank: number of the tensor-parallel rank.
+        """
         if "embed_tokens." in name or name.startswith("lm_head."):
             num_missing = -len(tensor) % VOCAB_MULTIPLE
             if num_missing:
@@ -256,7 +266,15 @@ def _key(position: torch.Tensor, factor: int, seed: int, turn: int) -> torch.Ten
 
 
 def _tile_hashes(words: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """Hash of each tile of 8192 words, int64 [tiles], below 2**32."""
+    """Hash of each tile of 8192 words.
+
+    Args:
+        words: int64 [words], below 2**32, mixed with their positions.
+        num_bytes: size of the whole tensor.
+
+    Returns:
+        int64 [tiles], below 2**32.
+    """
     mixed = _mix32(words)
     padded = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE))
     sums = padded.reshape(-1, _TILE).sum(1) & _MASK
