@@ -357,8 +357,8 @@ class Driver:
             return
         if self._engine.needs_weights():
             logger.warning(
-                "no rollout server has the current weights; requesting them from the trainer once "
-                "more"
+                "no rollout server has the current weights; "
+                "requesting them from the trainer once more"
             )
             self._abandon()
             self._connection.send({"kind": "stale", "request": request.number})
