@@ -216,10 +216,10 @@ def _with_disk_errors(final: Path, action: Callable[[], object]) -> object:
             first_failure = next(iter(error.failures.values()))
             cause = first_failure[0]
         # torch's C++ writer does not report the reason, which the disk shows.
-        found = cause if isinstance(cause, OSError) else disk_error(final.parent)
-        if found is None and isinstance(cause, RuntimeError):
+        os_error = cause if isinstance(cause, OSError) else disk_error(final.parent)
+        if os_error is None and isinstance(cause, RuntimeError):
             raise  # not of the disk
-        reason = str(cause) if found is None else found.strerror
+        reason = str(cause) if os_error is None else os_error.strerror
         raise CheckpointError(
             f"{final} was not saved ({reason}); free some space or correct the permissions, then "
             f"resume: {describe_newest(final.parent.parent)}"

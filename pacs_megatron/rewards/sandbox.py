@@ -281,8 +281,8 @@ def _reader(
             if len(buffer) > _FRAME_BYTES:
                 return {"error": "output limit"}
 
-        line, _, rest = buffer.partition(b"\n")
-        buffer[:] = rest
+        line, _, remainder = buffer.partition(b"\n")
+        buffer[:] = remainder
         try:
             return {**json.loads(line)}
         except (ValueError, RecursionError, TypeError):
