@@ -473,7 +473,7 @@ class SglangEngine(Closing):
         )
 
     def _span(self, state: _RequestState, version: str, start: int, end: int) -> Span:
-        """The weights of the tokens `start` to `end`; checks that the run sent them in time."""
+        """The weights of tokens `start` to `end`: known, and not older than those at dispatch."""
         weights = WeightVersion.parse(version)
         if weights is None or version not in self._fleet.known:
             raise BadResponseError(f"tokens {start} to {end} come from unknown weights {version!r}")

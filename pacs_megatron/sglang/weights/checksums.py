@@ -81,9 +81,9 @@ class ExpectedChecksums:
         if only is not None and target not in only:
             return
         # The caller may reuse the memory of a tensor that waits for other parts.
-        kept = tensor if num_parts == 1 else tensor.clone()
+        part_tensor = tensor if num_parts == 1 else tensor.clone()
         parts = self._waiting.setdefault(target, {})
-        parts[part] = name, kept
+        parts[part] = name, part_tensor
         if len(parts) < num_parts:
             return
 
