@@ -50,7 +50,7 @@ def _bound(host: str, port: int) -> int:
     Raises OSError if the port has a listener.
     """
     with socket.socket() as probe:
-        # A port in TIME_WAIT counts as free; for port 0 the kernel chooses one that nobody uses.
+        # A port in TIME_WAIT counts as free; for port 0 the kernel chooses a free one.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
         probe.bind((host, port))
         return int(probe.getsockname()[1])
