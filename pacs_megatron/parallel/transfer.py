@@ -172,12 +172,12 @@ def all_gather_by_index(
     """
     index = torch.tensor(list(values), dtype=torch.int64)
     numbers = torch.tensor(list(values.values()), dtype=torch.float64)
-    own = torch.zeros(2, size, dtype=torch.float64)  # the values, and whether each one is set
-    own[0, index] = numbers
-    own[1, index] = 1
+    local = torch.zeros(2, size, dtype=torch.float64)  # the values, and whether each one is set
+    local[0, index] = numbers
+    local[1, index] = 1
 
-    shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shares, own, group=group)
+    shares = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shares, local, group=group)
 
     result = torch.full((size,), float("nan"), dtype=torch.float64)
     for share, is_set in shares:

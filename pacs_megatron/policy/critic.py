@@ -1,5 +1,6 @@
-"""The critic, a MegatronPolicy whose model returns values instead of log-probs, and the advantages
-from its values.
+"""The critic and the advantages from its values.
+
+The critic is a MegatronPolicy whose model returns values instead of log-probs.
 """
 
 import math
@@ -95,10 +96,10 @@ class Critic(MegatronPolicy):
             reduce: Callable[[np.ndarray], float],
         ) -> np.ndarray:
             """float64 [n], `reduce` of each sample's values. Collective."""
-            own: list[dict[int, float]] = []
+            reduced: list[dict[int, float]] = []
             for by_row in values:
-                own.append({row: float(reduce(array)) for row, array in by_row.items()})
-            return self._by_sample(facts, minibatches, own)
+                reduced.append({row: float(reduce(array)) for row, array in by_row.items()})
+            return self._by_sample(facts, minibatches, reduced)
 
         count = int(facts.response_lens.sum())
         mean = of_samples(advantages, np.sum).sum() / count

@@ -446,7 +446,7 @@ class MegatronPolicy:
         Returns:
             The facts with `kl_to_reference`, the same bits on every rank.
         """
-        own: list[dict[int, float]] = []
+        kls: list[dict[int, float]] = []
         for minibatch in minibatches:
             starts = minibatch.step_start_logprobs
             references = minibatch.reference_logprobs
@@ -456,29 +456,29 @@ class MegatronPolicy:
             kl_of_row = {}
             for row, start in starts.items():
                 kl_of_row[row] = objective.sample_kl(start, references[row])
-            own.append(kl_of_row)
-        return replace(facts, kl_to_reference=self._by_sample(facts, minibatches, own))
+            kls.append(kl_of_row)
+        return replace(facts, kl_to_reference=self._by_sample(facts, minibatches, kls))
 
     def _by_sample(
         self,
         facts: SampleFacts,
         minibatches: Sequence[MiniBatch],
-        own: Sequence[dict[int, float]],
+        values: Sequence[dict[int, float]],
     ) -> np.ndarray:
         """The values of all ranks in the order of the step. Collective.
 
         Args:
             facts: of the step, n samples.
             minibatches: of the step.
-            own: row -> value of this rank's samples, for each mini-batch.
+            values: row -> value of this rank's samples, for each mini-batch.
 
         Returns:
             float64 [n], in the order of `facts`, the same bits on every rank.
         """
         value_of_id: dict[str, float] = {}
-        for minibatch, values in zip(minibatches, own, strict=True):
+        for minibatch, value_of_row in zip(minibatches, values, strict=True):
             gathered = all_gather_by_index(
-                values, minibatch.facts.num_samples, group=self.rank.control
+                value_of_row, minibatch.facts.num_samples, group=self.rank.control
             )
             value_of_id.update(zip(minibatch.facts.ids, gathered.tolist(), strict=True))
         return np.array([value_of_id[sample_id] for sample_id in facts.ids])

@@ -1,5 +1,4 @@
-"""Log-probabilities and entropies of given tokens from hidden states, with bounded memory at any
-vocabulary.
+"""Log-probs and entropies of given tokens, with bounded memory at any size of the vocabulary.
 
 The [c, v / tp] logits exist for one chunk of c positions at a time. The forward pass computes the
 gradients if it knows the derivative of the loss; otherwise the backward pass computes the logits

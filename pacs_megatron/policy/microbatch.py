@@ -1,6 +1,4 @@
-"""Micro-batches: the input of a forward pass, the objective's record of it, and the loss of an
-update.
-"""
+"""Micro-batches: the input of a forward pass, the objective's record of it, an update's loss."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -78,8 +78,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def norm_with_fp32_output(norm: type) -> type:
-    """A class that builds the final norm of `precision.head: fp32`: Megatron's `norm` with an fp32
-    output.
+    """A class that builds `norm` with an fp32 output, for `precision.head: fp32`.
 
     Only the forward pass differs: the module's class, parameters and state are those of `norm`.
     """

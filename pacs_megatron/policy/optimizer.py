@@ -1,5 +1,6 @@
-"""Megatron's optimizer and schedule, with clipping by the global norm and a check for non-finite
-gradients.
+"""Megatron's optimizer and schedule, with clipping by the global norm.
+
+An update with a gradient that is not finite is rejected before any weight changes.
 """
 
 import math
@@ -32,7 +33,7 @@ class Optimizer:
         total_updates: int,
         megatron_options: Mapping[str, Any],
     ) -> None:
-        """Builds Megatron's optimizer with moments of 0. Collective.
+        """Builds Megatron's optimizer with moments of 0, and its schedule.
 
         Args:
             options: of the section `optimizer`.

@@ -1,5 +1,6 @@
-"""Finds the accelerator software (Transformer Engine, NVIDIA Apex, FP8) and sets Megatron's
-precision arguments.
+"""The accelerator software of this machine, and Megatron's precision arguments for it.
+
+The software is Transformer Engine with FP8, and NVIDIA Apex.
 """
 
 import dataclasses
@@ -192,7 +193,7 @@ def _fused_adam(machine: Machine) -> str:
 
 
 def _missing(machine: Machine) -> list[str]:
-    """Software that would make training faster."""
+    """Software that this machine lacks, for the log."""
     if not machine.cuda:
         return ["no CUDA"]
     missing = []

@@ -1,5 +1,4 @@
-"""Expert routing of a pass over micro-batches: one pass over a mini-batch records it, the later
-passes replay it.
+"""Expert routing: one pass over a mini-batch records it, the later passes replay it.
 
 All passes of a mini-batch use the same experts. Megatron's RouterReplay has one recording in each
 router. Here the recording belongs to a sample, a layer and a token, so another packing, stage or
@@ -27,10 +26,10 @@ Routes = dict[int, np.ndarray]
 
 
 class Routing:
-    """Routing of one pass: it replays micro-batches whose samples all have routes, and records the
-    others.
+    """Expert routing of one pass.
 
-    Call `finish` after the pass.
+    It replays micro-batches whose samples all have routes, and records the others. Call `finish`
+    after the pass.
     """
 
     def __init__(

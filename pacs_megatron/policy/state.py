@@ -1,5 +1,6 @@
-"""The policy as a sharded state dict for Megatron's dist_checkpointing: weights, optimizer,
-reference, RNG.
+"""The policy as a sharded state dict for Megatron's dist_checkpointing.
+
+It has the weights, the optimizer and the reference; the RNG state is separate.
 
 Keys: `model.*` (global layer numbers, so any layout reads them), `reference.*` likewise, and for
 each weight `optimizer.state.{param,exp_avg,exp_avg_sq}.model.*`, with or without the distributed

@@ -1,6 +1,4 @@
-"""A forward-only pass that a stop request on any rank ends early, on every rank at the same
-micro-batch.
-"""
+"""A forward-only pass that a stop request ends early, on every rank at the same micro-batch."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

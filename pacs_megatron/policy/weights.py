@@ -1,5 +1,7 @@
-"""Loads, exports and copies this rank's Megatron parameters as Hugging Face tensors, through the
-weight table of `models`.
+"""Loads, exports and copies the weights of this rank.
+
+Outside they are Hugging Face tensors, inside Megatron's parameters; the weight table of `models`
+maps the two.
 """
 
 import contextlib
