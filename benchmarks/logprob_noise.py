@@ -161,7 +161,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.fp8:
-        import tests.te.stand_ins
+        import tests.te.stand_ins  # noqa: F401  before Megatron
     from tests.support.tiny_models import make_tiny_qwen3
 
     torch.set_num_threads(1)

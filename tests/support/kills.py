@@ -7,7 +7,7 @@ did not end. `--table` prints the table of LOG.
 
 The ranks are forks of this process, which has imported everything, with torchrun's variables;
 driver, reward workers and server are processes of their own. launcher and torchrun are in
-tests/integration/launch/test_train_process_faults.py.
+tests/inputs/process.yaml.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def fork(work: Callable[[], Any], log: Path) -> Process:
         for number in (1, 2):
             os.dup2(target, number)
         code = int(work() or 0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  as the interpreter does
         import traceback
 
         traceback.print_exc()
@@ -446,6 +446,9 @@ def main() -> int:
         print(table([json.loads(line) for line in options.log.read_text().splitlines()]))
         return 0
     import torch
+
+    from pacs_megatron.rollout import driver  # noqa: F401
+    from pacs_megatron.training import loop, watchdog  # noqa: F401
 
     torch.set_num_threads(1)
     stops: list[int] = []

@@ -119,6 +119,7 @@ def _import_heavy_modules() -> None:
     """In the parent, once: every forked rank then has them (torch and Megatron cost 6-8 s a
     process).
     """
+    import megatron.core  # noqa: F401
     import torch
 
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
@@ -169,7 +170,7 @@ def _child_main(
     try:
         payload: tuple[bool, Any] = (True, _call(fn, rank, world_size, store, timeout))
         data = pickle.dumps(payload)
-    except BaseException:  # every failure is reported to the parent, SystemExit too
+    except BaseException:  # noqa: BLE001  every failure is reported to the parent, SystemExit too
         data = pickle.dumps((False, traceback.format_exc()))
         code = 1
     with os.fdopen(pipe, "wb") as file:
@@ -243,7 +244,7 @@ def _results(children: list[_Child], timeout: float | None) -> list[Any]:
     for child in children:
         size = struct.unpack("<Q", child.data[:8])[0] if len(child.data) >= 8 else -1
         if size >= 0 and len(child.data) - 8 == size:
-            ok, value = pickle.loads(child.data[8:])  # our own child
+            ok, value = pickle.loads(child.data[8:])  # noqa: S301  our own child
             results.append(value)
             if not ok:
                 failures.append(f"--- rank {child.rank}\n{value}")

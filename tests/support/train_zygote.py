@@ -43,7 +43,7 @@ class ForkedDriver:
             from pacs_megatron.rollout import driver
 
             code = driver.main(command[3:])
-        except BaseException:
+        except BaseException:  # noqa: BLE001  as the interpreter does
             import traceback
 
             traceback.print_exc()
@@ -83,11 +83,16 @@ class _Subprocess:
 
 
 def main() -> None:
+    # The forks need these modules; most of them are not used here.
+    import megatron.core  # noqa: F401
     import torch
+    import transformers  # noqa: F401
 
     from pacs_megatron import cli
-    from pacs_megatron.rollout import driver_client
-    from pacs_megatron.training import main
+    from pacs_megatron.convert import convert  # noqa: F401
+    from pacs_megatron.rollout import driver, driver_client  # noqa: F401
+    from pacs_megatron.training import loop, main, watchdog  # noqa: F401
+    from pacs_megatron.workbench.evaluation import command  # noqa: F401
 
     torch.set_num_threads(1)
     driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]

@@ -17,4 +17,4 @@ if importlib.util.find_spec("transformer_engine") is None:
             "tests/te: transformer_engine is not installed; run it by `make test-te`"
         )
 else:
-    import tests.te.stand_ins
+    import tests.te.stand_ins  # noqa: F401
