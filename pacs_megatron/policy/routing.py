@@ -144,9 +144,8 @@ def _input_index(model: PolicyModel, batch: MicroBatch) -> Tensor:
     if not model.config.sequence_parallel:
         return batch.input_index
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    parts: Sequence[Tensor] = batch.input_index.chunk(tp)
-    return parts[tp_rank]
+    tp_rank = int(parallel_state.get_tensor_model_parallel_rank())
+    return batch.input_index.chunk(tp)[tp_rank]
 
 
 def _routers(model: PolicyModel) -> Iterator[tuple[int, RouterReplay]]:
