@@ -191,7 +191,10 @@ def _who(row: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """(mean, lower, upper) by Student's t; NaN limits for a number of values without a known point."""
+    """(mean, lower, upper) by Student's t.
+
+    NaN limits for a number of values without a known point.
+    """
     mean = statistics.mean(values)
     half = STUDENT.get(len(values), math.nan) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
@@ -248,7 +251,10 @@ def _diversities(rows: list[dict[str, Any]]) -> str:
     if len(known) < 2:
         return ""
     mean, low, high = interval([after for _, after in known])
-    return f"{statistics.mean(before for before, _ in known):.3f} -> {mean:.3f} [{low:.3f}, {high:.3f}]"
+    return (
+        f"{statistics.mean(before for before, _ in known):.3f} -> {mean:.3f} [{low:.3f}, "
+        f"{high:.3f}]"
+    )
 
 
 def differences(rows: list[dict[str, Any]], base: str = "pacs") -> list[str]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.workbench.plan import constants
+from pacs_megatron.workbench.plan import constants  # noqa: E402
 
 
 def speeds(results: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:

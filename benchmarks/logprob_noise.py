@@ -138,7 +138,10 @@ def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
         if sums.size >= 2 * GROUP:
             groups = sums.reshape(-1)[: sums.size // GROUP * GROUP].reshape(-1, GROUP)
             psi = (groups - groups.mean(1, keepdims=True)) * GROUP / (GROUP - 1)
-            line += f"   sd(psi) {psi.std():.2e}, predicted {sigma * (length + length / (GROUP - 1)) ** 0.5:.2e}"
+            line += (
+                f"   sd(psi) {psi.std():.2e}, predicted "
+                f"{sigma * (length + length / (GROUP - 1)) ** 0.5:.2e}"
+            )
         print(line + f"   ({sums.size} samples)", flush=True)
 
 

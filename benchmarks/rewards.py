@@ -26,10 +26,10 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.config.reward_options import CodeReward
-from pacs_megatron.contracts import Prompt
-from tests.support.rewards import CollectingPool
-from tests.support.sandbox_programs import PROGRAMS, Attack
+from pacs_megatron.config.reward_options import CodeReward  # noqa: E402
+from pacs_megatron.contracts import Prompt  # noqa: E402
+from tests.support.rewards import CollectingPool  # noqa: E402
+from tests.support.sandbox_programs import PROGRAMS, Attack  # noqa: E402
 
 ROUND = 100
 TESTS = 5

@@ -96,7 +96,7 @@ class Setup:
     """check: the CPU path's file, for the comparison"""
 
 
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # workers
 def spec_of(setup: Setup) -> Any:
     """The preset's architecture with `layers` layers; the check uses a small vocabulary so that the
@@ -372,7 +372,7 @@ def run_worker(setups: list[Setup], out: Path) -> None:
             torch.cuda.empty_cache()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # parent
 def run_case(setups: list[Setup], out: Path, log: Path) -> dict[str, dict[str, Any]]:
     """One child process, its output in the raw log: kind -> result."""
@@ -581,7 +581,10 @@ def main() -> int:
     result = {"machine": facts, "setup": asdict(timed_setup), "check_setup": asdict(check)}
     result |= {"cpu_reference": reference, "rows": rows, "head": head}
     (out / "result.json").write_text(json.dumps(result, indent=1))
-    title = f"{timed_setup.preset}, {timed_setup.layers} layers, {timed_setup.samples} samples; {facts['gpu'] or 'CPU'}"
+    title = (
+        f"{timed_setup.preset}, {timed_setup.layers} layers, {timed_setup.samples} samples; "
+        f"{facts['gpu'] or 'CPU'}"
+    )
     lines = [title, *speed_table(rows), *([] if not head else ["", *head_lines(head)])]
     (out / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import reference
+import reference  # noqa: E402
 
 project = "pacs-megatron"
 extensions = ["myst_parser"]

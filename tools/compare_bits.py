@@ -29,14 +29,21 @@ import yaml
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from pacs_megatron.config.messages import RENAMED_KEYS
+from pacs_megatron.config.messages import RENAMED_KEYS  # noqa: E402
 
 METRIC_KEYS = {"lag/": "staleness/"}
 """metrics: old prefix -> new prefix"""
 NEW_METRICS = (
-    "optimizer/clipped_frac", "passes/step_start", "passes/reference", "passes/score", "batch/dp_imbalance",
-    "batch/groups_together_frac", "batch/pipeline_bubble", "pacs/psi_mean_square", "pacs/score_drift_max",
-)  # fmt: skip
+    "optimizer/clipped_frac",
+    "passes/step_start",
+    "passes/reference",
+    "passes/score",
+    "batch/dp_imbalance",
+    "batch/groups_together_frac",
+    "batch/pipeline_bubble",
+    "pacs/psi_mean_square",
+    "pacs/score_drift_max",
+)
 """metrics that only one of the two writes"""
 CORRECTED_METRICS = (
     "grpo/importance_mean",
@@ -192,7 +199,10 @@ class Checkout:
         return str(path)
 
     def facts(self, name: str) -> Facts:
-        """Results of a run: metrics without times, digests of weights and of rollouts; old names."""
+        """Results of a run: metrics without times, digests of weights and of rollouts.
+
+        Old names.
+        """
         folder = self.work / name
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {

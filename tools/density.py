@@ -1,11 +1,14 @@
-"""How dense the code is: tokens a line, and constructs that hide steps. `--list` names their places.
+"""How dense the code is: tokens a line, and constructs that hide steps.
+
+`--list` names their places.
 
     .venv/bin/python tools/density.py                       # a row for each package, and the totals
     .venv/bin/python tools/density.py --list pacs_megatron/policy
     .venv/bin/python tools/density.py --checkout ../before  # the same table for another checkout
 
-Tokens are those of code: no comments, no strings. Lines are those that are not blank, so a docstring
-and a comment count as lines. The field: OLMo-core 5.9, slime 6.3, prime-rl 7.3 tokens a line.
+Tokens are those of code: no comments, no strings. Lines are those that are not blank, so a
+docstring and a comment count as lines. The field: OLMo-core 5.9, slime 6.3, prime-rl 7.3 tokens a
+line.
 """
 
 from __future__ import annotations

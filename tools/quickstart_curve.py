@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.observability.charts import HEIGHT, WIDTH, Chart, Series, line_chart
-from pacs_megatron.observability.metrics import MetricsRow, read_metrics
+from pacs_megatron.observability.charts import HEIGHT, WIDTH, Chart, Series, line_chart  # noqa: E402
+from pacs_megatron.observability.metrics import MetricsRow, read_metrics  # noqa: E402
 
 FOLDER = ROOT / "docs" / "measurements" / "quickstart"
 PANELS = (
@@ -51,7 +51,10 @@ def panel(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> str:
     ]
     drawing = re.search(r"<svg[^>]*>(.*)</svg>", line_chart(Chart(title=title, series=series)))
     assert drawing is not None
-    return f'<text class="title" x="48" y="14">{title}</text><g transform="translate(0 {TITLE_HEIGHT})">{drawing[1]}</g>'
+    return (
+        f'<text class="title" x="48" y="14">{title}</text><g transform="translate(0 '
+        f'{TITLE_HEIGHT})">{drawing[1]}</g>'
+    )
 
 
 def picture(runs: dict[str, list[MetricsRow]]) -> str:

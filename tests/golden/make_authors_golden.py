@@ -164,9 +164,13 @@ def reinforce_pp(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any
                 ),
             )
             batch = SimpleNamespace(
-                index=list(range(len(LENS))), rewards=torch.tensor(LABELS).double(), kl=torch.zeros_like(MASK),
-                action_mask=MASK, info={}, values=None,
-            )  # fmt: skip
+                index=list(range(len(LENS))),
+                rewards=torch.tensor(LABELS).double(),
+                kl=torch.zeros_like(MASK),
+                action_mask=MASK,
+                info={},
+                values=None,
+            )
             self = SimpleNamespace(
                 strategy=SimpleNamespace(args=args),
                 kl_ctl=SimpleNamespace(value=0.0),

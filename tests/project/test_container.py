@@ -40,11 +40,10 @@ def test_both_recipes_are_one() -> None:
     assert image is not None
     assert f"From: {image[1]}\n" in apptainer
     assert image[1].startswith("nvidia/cuda:13.")  # as PyPI's torch
-    copied = {
-        word
-        for line in re.findall(r"^COPY (.*)$", docker, re.MULTILINE)
-        for word in line.split()[:-1]
-    }
+    copied = set()
+    for line in re.findall(r"^COPY (.*)$", docker, re.MULTILINE):
+        for word in line.split()[:-1]:
+            copied.add(word)
     section = apptainer.split("%files\n")[1].split("\n\n")[0]
     pairs = [line.split() for line in section.splitlines()]
     assert {source for source, _ in pairs} == copied

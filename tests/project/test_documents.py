@@ -33,7 +33,11 @@ METRIC = re.compile(
 def lines_of_text(path: Path) -> list[str]:
     """The lines outside code blocks."""
     blocks = re.split(r"^```.*$", path.read_text(encoding="utf-8"), flags=re.M)
-    return [line for block in blocks[::2] for line in block.splitlines()]
+    result = []
+    for block in blocks[::2]:
+        for line in block.splitlines():
+            result.append(line)
+    return result
 
 
 def anchors(path: Path) -> set[str]:
@@ -76,9 +80,11 @@ def test_every_metric_is_described() -> None:
         ast.parse(path.read_text(encoding="utf-8"))
         for path in (ROOT / "pacs_megatron").rglob("*.py")
     ]
-    texts = {
-        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
-    }
+    texts = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant):
+                texts.add(node.value)
     metrics = {text for text in texts if isinstance(text, str) and METRIC.fullmatch(text)}
     assert len(metrics) > 25
     assert not metrics - described

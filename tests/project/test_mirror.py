@@ -1,4 +1,6 @@
-"""`tests/<tier>/<package>/test_<module>[_<aspect>].py` tests `<package>/<module>`: a reader finds a test by a path."""
+"""`tests/<tier>/<package>/test_<module>[_<aspect>].py` tests `<package>/<module>`:
+a reader finds a test by a path.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ TIERS = ("unit", "contracts", "distributed", "integration", "te", "gpu")
 NOT_MIRRORED = ("project", "golden", "support")
 """Rules of the repository, values of other projects, and code that tests share"""
 SOURCES = (ROOT / "pacs_megatron", ROOT, TESTS)
-"""A path below a tier is a path below one of these: `objectives/`, `examples/`, `slurm/`, `inputs/`."""
+"""A path below a tier is a path below one of these:
+`objectives/`, `examples/`, `slurm/`, `inputs/`.
+"""
 SUFFIXES = (".py", ".sbatch", ".yaml")
 
 

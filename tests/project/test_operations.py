@@ -46,12 +46,11 @@ MARKED = {
 
 def all_commands() -> list[tuple[str, str | None]]:
     """(command, mark) of every line in a block."""
-    lines = [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
-        for line in block.splitlines()
-        if line
-    ]
+    lines = []
+    for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL):
+        for line in block.splitlines():
+            if line:
+                lines.append(line)
     assert len(lines) > 25
     found = [re.fullmatch(r"(.*?)(?:\s+# (\w+))?\s*", line) for line in lines]
     return [(match[1], match[2]) for match in found if match]
@@ -223,9 +222,10 @@ def test_the_sites_files_are_made_as_documented(tmp_path: Path) -> None:
 def test_options_in_the_text_are_this_programs() -> None:
     """Options and keys in the sentences exist."""
     prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
-    known = {
-        option for parser in parsers(build_parser()) for option in parser._option_string_actions
-    }
+    known = set()
+    for parser in parsers(build_parser()):
+        for option in parser._option_string_actions:
+            known.add(option)
     of_pip = {"--no-index", "--find-links"}
     written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose))
     assert len(written) > 8

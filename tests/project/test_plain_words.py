@@ -34,7 +34,8 @@ WORDS = {
     r"bears?": "has",
     r"(has|have|is|are) gone": "no longer exists",
     r"room": "space",
-    r"(?<!connection )(?<!connections )(?<!connections are )(?<!['\"])refus(e|es|ed|ing|als?)": "reject, error",
+    r"(?<!connection )(?<!connections )(?<!connections are )(?<!['\"])"
+    r"refus(e|es|ed|ing|als?)": "reject, error",
 }
 """Regular expression -> words to use instead."""
 AVOID = re.compile("|".join(rf"\b({word})\b" for word in WORDS), re.IGNORECASE)
@@ -81,7 +82,10 @@ def files(suffix: str, folders: Iterable[str]) -> list[Path]:
     ("suffix", "folders"), [(".md", DOCUMENTS), (".py", CODE)], ids=["documents", "code"]
 )
 def test_no_word_to_avoid(suffix: str, folders: tuple[str, ...]) -> None:
-    found = [complaint for path in files(suffix, folders) for complaint in complaints(path)]
+    found = []
+    for path in files(suffix, folders):
+        for complaint in complaints(path):
+            found.append(complaint)
     assert not found, "\n".join(["CONTRIBUTING.md lists the words to use instead:", *found])
 
 

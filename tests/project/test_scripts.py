@@ -117,7 +117,9 @@ def test_an_evaluation_on_several_nodes_loads_configurations_of_colocated_server
     srun = """#!/bin/sh
 printf '%s\\n' "$@" >CALLS/$$
 for word in "$@"; do
-    if [ "$previous" = pacs_megatron.launch.serve ]; then for node in a b; do echo http://$node:1 >"$word/$node.urls"; done; fi
+    if [ "$previous" = pacs_megatron.launch.serve ]; then
+        for node in a b; do echo http://$node:1 >"$word/$node.urls"; done
+    fi
     previous=$word
 done
 """

@@ -1,4 +1,6 @@
-"""One step a line: constructs that hide steps are rejected where ruff has no rule (tools/density.py finds them)."""
+"""One step a line:
+constructs that hide steps are rejected where ruff has no rule (tools/density.py finds them).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ FOLDERS = ("pacs_megatron", "tests", "benchmarks", "tools", "examples", "convers
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_one_step_a_line(folder: str) -> None:
-    places = [place for path in tracked_files(ROOT, [folder]) for place in count(path).places]
+    places = []
+    for path in tracked_files(ROOT, [folder]):
+        for place in count(path).places:
+            places.append(place)
     assert not places, "\n".join(places)
 
 

@@ -1,1 +1,4 @@
-"""Helpers that tests share; imports of torch, transformers and Megatron stay inside the functions."""
+"""Helpers that tests share.
+
+Imports of torch, transformers and Megatron stay inside the functions.
+"""

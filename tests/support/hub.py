@@ -85,7 +85,7 @@ def serve(models: Mapping[str, Path], datasets: Mapping[str, Path] | None = None
         thread.join()
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its methods' branches count here)
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 

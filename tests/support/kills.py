@@ -73,7 +73,10 @@ class Process:
 
 
 def fork(work: Callable[[], Any], log: Path) -> Process:
-    """Starts `work` in a session of its own, whose output goes to `log`; it ends with this process."""
+    """Starts `work` in a session of its own, whose output goes to `log`.
+
+    It ends with this process.
+    """
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -239,15 +242,22 @@ class Campaign:
         from tests.support.tiny_run import write_tiny_run
 
         config = write_tiny_run(folder, self.model, delay_s=delay_s)
-        benchmark = f"{{path: {folder}/train.jsonl, name: test, columns: {{problem: problem, answer: answer}}}}"
-        evaluation = f"evaluation={{benchmarks: [{benchmark}], every: 3, samples_per_prompt: 2, k: [1], sampling: "
+        benchmark = (
+            f"{{path: {folder}/train.jsonl, name: test, columns: {{problem: problem, answer: "
+            f"answer}}}}"
+        )
+        evaluation = (
+            f"evaluation={{benchmarks: [{benchmark}], every: 3, samples_per_prompt: 2, k: [1], "
+            "sampling: "
+        )
         values = [*COMMON, *LAYOUTS[layout], evaluation + "{max_response_tokens: 8}}"]
         if server is not None:
             stop = ", ".join(
                 f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz012345"
             )  # SGLang allows 32
             values.append(
-                f"rollout={{engine: sglang, urls: ['http://127.0.0.1:{server.port}'], dtype: bf16, "
+                f"rollout={{engine: sglang, urls: ['http://127.0.0.1:{server.port}'], dtype: "
+                "bf16, "
                 "probe_interval_s: 0.3, dead_after_s: 3, all_down_after_s: 600, sync: "
                 "{transport: disk, verify: 'off', pause: in_place}, sampling: "
                 f"{{max_response_tokens: 12, stop: [{stop}]}}}}"

@@ -8,7 +8,9 @@ from pacs_megatron.runtime.files import json_line
 
 
 def strip_times(row: Mapping[str, MetricValue]) -> MetricsRow:
-    """`row` without keys that differ between two runs with equal results: seconds, rates, memory."""
+    """`row` without keys that differ between two runs with equal results:
+    seconds, rates, memory.
+    """
     return {
         k: v
         for k, v in row.items()

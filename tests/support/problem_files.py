@@ -20,7 +20,10 @@ PRESET_OF_FILE = {
 
 
 def problem_folder() -> Path | None:
-    """PACS_PROBLEMS, else ../shared/data/problems beside the checkout; None without such a folder."""
+    """PACS_PROBLEMS, else ../shared/data/problems beside the checkout.
+
+    None without such a folder.
+    """
     named = os.environ.get("PACS_PROBLEMS")
     folder = Path(named) if named else _ROOT.parent / "shared" / "data" / "problems"
     return folder if folder.is_dir() else None

@@ -116,4 +116,4 @@ def read_record(path: Path) -> list[Sample]:
 
     with safe_open(path, framework="numpy") as file:
         header = json.loads(file.metadata()["samples"])
-        return samples_from_message(header, {name: file.get_tensor(name) for name in file.keys()})
+        return samples_from_message(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

@@ -1,4 +1,6 @@
-"""Programs that try to leave the sandbox, to stall the judge, or to get a reward without an answer."""
+"""Programs that try to leave the sandbox, to stall the judge,
+or to get a reward without an answer.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +23,12 @@ class Attack:
 
 def escapes(code: str) -> Attack:
     """A program whose test passes only if the attempt `code` leaves `ok` false."""
-    return Attack(f"ok = False\ntry:\n    {code}\nexcept BaseException:\n    pass\nprint('held' "
-                   "if not ok else 'ESCAPED')",
-                   {"inputs": [""], "outputs": ["held"]}, 1.0)  # fmt: skip
+    return Attack(
+        f"ok = False\ntry:\n    {code}\nexcept BaseException:\n    pass\nprint('held' "
+        "if not ok else 'ESCAPED')",
+        {"inputs": [""], "outputs": ["held"]},
+        1.0,
+    )
 
 
 PROGRAMS: dict[str, Attack] = {
@@ -69,7 +74,7 @@ PROGRAMS: dict[str, Attack] = {
     "deep_recursion": Attack("def f(n): return f(n + 1) + 1\nprint(f(0))"),
     "segfault": Attack("import ctypes\nctypes.string_at(0)"),
     "regex_bomb": Attack("import re\nre.match('(a+)+$', 'a' * 64 + 'b')"),
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # leaving the sandbox
     "network": escapes(
         "import socket; socket.create_connection(('127.0.0.1', PORT), 1); ok = True"

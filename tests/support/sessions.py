@@ -153,7 +153,10 @@ class _Sessions:
             )
         if self._budget_s is not None:
             started = len(self._selected) - len(self._not_started)
-            line = f"{started} of {len(self._selected)} selected tests ran within {self._budget_s:.0f} s"
+            line = (
+                f"{started} of {len(self._selected)} selected tests ran within "
+                f"{self._budget_s:.0f} s"
+            )
             terminalreporter.line(
                 line + (f"; the next one is {self._not_started[0]}" if self._not_started else "")
             )

@@ -94,17 +94,23 @@ class Slurm:
         """Start the daemons and wait until both nodes are idle."""
         for name in ("munge", "state", "spool", "log", "run"):
             (self.folder / name).mkdir(parents=True)
-        os.chmod(self.folder / "munge", 0o755)
+        os.chmod(self.folder / "munge", 0o755)  # noqa: S103  munged wants its socket's folder open
         (self.folder / "munge" / "key").write_bytes(os.urandom(128))
-        os.chmod(self.folder / "munge" / "key", 0o400)
+        os.chmod(self.folder / "munge" / "key", 0o400)  # noqa: S103  munged wants its socket's folder open
         (self.folder / "slurm.conf").write_text(
             _conf(self.folder, 100 * _CLAIMS.index(self.claim.getsockname()[1]) + 1)
         )
         munge = self.folder / "munge"
         self._spawn(
-            "munged", "-F", "--force", f"--socket={munge / 'sock'}", f"--key-file={munge / 'key'}",
-            f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}", f"--seed-file={munge / 'seed'}",
-        )  # fmt: skip
+            "munged",
+            "-F",
+            "--force",
+            f"--socket={munge / 'sock'}",
+            f"--key-file={munge / 'key'}",
+            f"--pid-file={munge / 'pid'}",
+            f"--log-file={munge / 'log'}",
+            f"--seed-file={munge / 'seed'}",
+        )
         _wait(lambda: (munge / "sock").exists(), "munged")
         self._spawn("slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
         for name in ("n1", "n2"):
@@ -231,6 +237,7 @@ KillWait=15
 MinJobAge=600
 JobRequeue=1
 SlurmdParameters=config_overrides
-NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=4 RealMemory=4000 State=UNKNOWN
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] \\
+    CPUs=4 RealMemory=4000 State=UNKNOWN
 PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """

@@ -94,7 +94,9 @@ class Quantizer:
 
 
 class _Product(torch.autograd.Function):
-    """x [t, k], weight [n, k] -> [t, n], all three products of the layer with quantised operands."""
+    """x [t, k], weight [n, k] -> [t, n],
+    all three products of the layer with quantised operands.
+    """
 
     @staticmethod
     def forward(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails
 
-from tests.te.cases import CASES, run, save_outcome
+from tests.te.cases import CASES, run, save_outcome  # noqa: E402
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -58,7 +58,7 @@ def _counted(kind: str) -> None:
     CALLS[kind] = CALLS.get(kind, 0) + 1
 
 
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # modules
 @contextlib.contextmanager
 def _prepared(module: Any, num_gemms: int = 1) -> Iterator[None]:
@@ -181,7 +181,7 @@ def _attention(self: Any, q: Tensor, k: Tensor, v: Tensor, *_args: Any, **option
     return torch.cat(outs).reshape(q.shape[0], -1)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # kernels
 def _multi_tensor_adam(
     _chunk: int,
@@ -304,7 +304,7 @@ def _off_load_to_the_cpu() -> None:
     for old, new in changes.items():
         assert old in source, old
         source = source.replace(old, new)
-    exec(source, hybrid_optimizer.__dict__)
+    exec(source, hybrid_optimizer.__dict__)  # noqa: S102  (Megatron's own text)
     hybrid._get_sub_optimizer_param_groups = hybrid_optimizer.__dict__[
         "_get_sub_optimizer_param_groups"
     ]

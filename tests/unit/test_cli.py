@@ -201,17 +201,27 @@ def test_every_verb_calls_a_function_that_takes_its_arguments() -> None:
 )
 def test_idle_openmp_threads_of_a_verb_do_not_spin(own: dict[str, str], expected: str) -> None:
     """The real libgomp of torch prints what it read."""
-    code = "from pacs_megatron.runtime.command_line import run_command; run_command(lambda: __import__('torch') and 0)"
+    code = (
+        "from pacs_megatron.runtime.command_line import run_command; run_command(lambda: "
+        "__import__('torch') and 0)"
+    )
     environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
         env=environ | own | {"OMP_DISPLAY_ENV": "TRUE"},
-    )  # fmt: skip
+    )
     assert f"OMP_WAIT_POLICY = '{expected}'" in done.stderr
 
 
 def test_no_command_line_imports_torch_before_it_runs() -> None:
-    code = "import sys, pacs_megatron.cli, pacs_megatron.launch.job, pacs_megatron.launch.serve; print('torch' in sys.modules)"
+    code = (
+        "import sys, pacs_megatron.cli, pacs_megatron.launch.job, pacs_megatron.launch.serve; "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -450,7 +460,10 @@ def test_processes_of_a_command_without_standard_error_have_one(tmp_path: Path) 
     exception.
     """
     child = "import os, sys; os.fstat(2); print(open('/dev/null').fileno() > 2)"
-    code = f"from pacs_megatron.runtime.command_line import run_command; import subprocess, sys; sys.exit(run_command(lambda: subprocess.call([sys.executable, '-c', {child!r}])))"  # fmt: skip
+    code = (
+        "from pacs_megatron.runtime.command_line import run_command; import subprocess, sys; "
+        f"sys.exit(run_command(lambda: subprocess.call([sys.executable, '-c', {child!r}])))"
+    )
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = ["bash", "-c", f"{shlex.join([sys.executable, '-c', code])} 2>&-"]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)

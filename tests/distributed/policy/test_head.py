@@ -17,7 +17,6 @@ from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
-from tests.support.saved_policies import load, save
 from tests.support.policies.policy_cases import (
     make_part,
     make_policy,
@@ -26,6 +25,7 @@ from tests.support.policies.policy_cases import (
     with_passes,
 )
 from tests.support.ranks import run_ranks
+from tests.support.saved_policies import load, save
 from tests.support.tiny_models import make_tiny_qwen3
 
 STEPS = [random_step(seed) for seed in (31, 32, 33)]

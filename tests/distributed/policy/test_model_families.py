@@ -65,7 +65,19 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-QUICK = ("qwen2-tp2", "qwen2-tied-mqa", "llama-rope-scaling", "llama-tied-mha-pp2", "mistral-tp2-sp", "moe-ep2", "moe-tp2ep2", "vpp2-tied", "cp2-tp2-sp", "cp2-ep2-moe", "recompute-full-tp2-sp")  # fmt: skip
+QUICK = (
+    "qwen2-tp2",
+    "qwen2-tied-mqa",
+    "llama-rope-scaling",
+    "llama-tied-mha-pp2",
+    "mistral-tp2-sp",
+    "moe-ep2",
+    "moe-tp2ep2",
+    "vpp2-tied",
+    "cp2-tp2-sp",
+    "cp2-ep2-moe",
+    "recompute-full-tp2-sp",
+)
 """Each family, axis and kind of recomputation once, in `make test`."""
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.saved_policies import FROZEN, STEPS, continued, load, save
 from tests.support.policies.policy_cases import make_policy, train
 from tests.support.ranks import run_ranks
+from tests.support.saved_policies import FROZEN, STEPS, continued, load, save
 from tests.support.tiny_families import make_family
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -14,9 +14,9 @@ import torch
 from pacs_megatron.checkpoint import run_checkpoint
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.saved_policies import load, save
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
+from tests.support.saved_policies import load, save
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family
 
@@ -41,7 +41,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def device_bytes(policy: Any) -> dict[str, int]:
     """Bytes of the storages on the device."""
-    weights = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    weights = []
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            weights.append(parameter)
     mine = {parameter.untyped_storage()._cdata for parameter in weights}
     shown = [data for _, data in policy.offload._shown] or [
         tensor

@@ -40,7 +40,10 @@ def weights_of(policy: Any) -> dict[str, torch.Tensor]:
 
 def state_of(policy: Any) -> list[torch.Tensor]:
     """Model, master weights and moments of this rank."""
-    tensors = [p.detach().clone() for model in policy.models for p in model.parameters()]
+    tensors = []
+    for model in policy.models:
+        for p in model.parameters():
+            tensors.append(p.detach().clone())
     for adam in policy.optimizer.optimizers():
         tensors += [
             p.detach().clone() for group in adam.optimizer.param_groups for p in group["params"]

@@ -19,14 +19,15 @@ from pacs_megatron.policy.routing import Routing
 from pacs_megatron.training.distribute import cut_step
 from pacs_megatron.training.phases import with_logprobs
 from pacs_megatron.training.progress import OpenStep
-from pacs_megatron.workbench.certify.reference import Adam, Model
+from pacs_megatron.workbench.certify.reference_adam import Adam
+from pacs_megatron.workbench.certify.reference_model import Model
+from tests.support.policies.objective_reference import reference_loss
 from tests.support.policies.policy_cases import (
     CLIP_GRAD,
     OPTIMIZER,
     make_part,
     make_policy,
     random_step,
-    reference_pacs_loss,
 )
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
@@ -88,7 +89,8 @@ def reference(folder: Path, routes: dict[int, np.ndarray] | None) -> Any:
         logps.append(model.sample(ids, int(FACTS.prompt_lens[row]), given)[0])
         chosen[row] = torch.stack([router.chosen for router in model.routers], 1)[:-1].numpy()
     starts = [logp.detach() * 0.99 for logp in logps]
-    reference_pacs_loss(logps, starts, FACTS).backward()
+    loss, _ = reference_loss({"name": "pacs"}, FACTS, logps, starts=starts)
+    loss.backward()
     options = OPTIMIZER | {"weight_decay": 0.0, "warmup_updates": 0, "schedule": "constant"}
     adam = Adam(model.parameters, options, CLIP_GRAD, 1)
     norm = adam.norm()

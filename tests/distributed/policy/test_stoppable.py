@@ -103,7 +103,10 @@ def test_every_rank_leaves_the_pass(
             parameter.data.mul_(1.01)
         minibatch = replace(minibatch, reference_logprobs=policy.logprobs(minibatch, "reference"))
         expected = policy.scores(minibatch, objective)
-        before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+        before = []
+        for chunk in policy.chunks:
+            for p in chunk.parameters():
+                before.append(p.detach().clone())
         stop = StopFlag(tmp_path)
         stop.install()
         asked = policy.scores(minibatch, objective, stop.is_set)
@@ -167,7 +170,10 @@ class Signal:
     chunk: tuple[int, int] = (0, 0)
 
     def is_due(self, rank: int, phase: str, version: int, seen: int) -> bool:
-        """`version` counts the updates of the weights; `seen` the calls of `phase` at this version."""
+        """`version` counts the updates of the weights.
+
+        `seen` the calls of `phase` at this version.
+        """
         if (phase, version) != (self.phase, UPDATES + self.updates):
             return False
         return seen == self.chunk[rank] if phase == "decode" else (rank, seen) == (1, 1)

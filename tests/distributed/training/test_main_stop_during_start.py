@@ -78,7 +78,10 @@ def test_an_error_of_another_rank_is_no_preemption(tmp_path: Path) -> None:
     environ |= {"MASTER_PORT": str(free_port())}
 
     def start(rank: int, *overrides: str) -> subprocess.Popen[str]:
-        code = "import sys\nfrom pacs_megatron.training import main\nmain._PRINT_AFTER_S = 0.5\nmain.main(sys.argv[1:])"
+        code = (
+            "import sys\nfrom pacs_megatron.training import main\nmain._PRINT_AFTER_S = "
+            "0.5\nmain.main(sys.argv[1:])"
+        )
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-c", code, str(config), *overrides]
         return subprocess.Popen(command, env=environ | place, stderr=subprocess.PIPE, text=True)

@@ -24,12 +24,12 @@ from pacs_megatron.config.schema import (
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import REGISTRY, build_objective
 from pacs_megatron.runtime.run_folder import FIXED_KEYS
-from tests.support.saved_policies import FROZEN, STEPS, continued, load, save
 from tests.support.policies.changed_runs import CHANGED, certify_changed, random_change
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
 from tests.support.policies.policy_cases import OPTIMIZER, make_policy, train
 from tests.support.policies.unseen_runs import COMBINATIONS
 from tests.support.ranks import run_ranks
+from tests.support.saved_policies import FROZEN, STEPS, continued, load, save
 from tests.support.tiers import in_tiers
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
@@ -212,7 +212,10 @@ def test_every_key_that_changes_an_update_has_a_case() -> None:
     """Keys of the schema that a resume may change; layouts (`parallel`) have a table, other
     sections change no update.
     """
-    keys = {key for kind in REGISTRY.values() for key in keys_of(kind.options_class, "objective.")}
+    keys = set()
+    for kind in REGISTRY.values():
+        for key in keys_of(kind.options_class, "objective."):
+            keys.add(key)
     models = {"precision": PrecisionOptions, "policy": PolicyOptions, "batch": BatchOptions}
     for section, model in (models | {"optimizer": OptimizerOptions}).items():
         keys |= set(keys_of(model, f"{section}."))

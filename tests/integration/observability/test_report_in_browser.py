@@ -66,7 +66,8 @@ def hostile(url: str) -> str:
             f'<meta http-equiv=refresh content="0;url={url}/refresh"><base href="{url}/">',
             f'<a href="javascript:{script("link")}" autofocus onfocus="{script("focus")}">x</a>',
             f'<details open ontoggle="{script("toggle")}"><summary>x</summary></details>',
-            f"<!-- --!><script>{script('comment')}</script> ${{alert(1)}} {{{{7*7}}}} \\u003cscript\\u003e",
+            f"<!-- --!><script>{script('comment')}</script> ${{alert(1)}} "
+            "{{7*7}} \\u003cscript\\u003e",
         ]
     )
 

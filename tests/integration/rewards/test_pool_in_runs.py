@@ -25,7 +25,8 @@ class Handler(BaseHTTPRequestHandler):
         rewards = [float(sum(sample["response"].encode()) % 2) for sample in samples]
         self.send_response(503 if Handler.calls == 2 else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"rewards": rewards, "model": "parity", "version": "7"}).encode())
+        reply = {"rewards": rewards, "model": "parity", "version": "7"}
+        self.wfile.write(json.dumps(reply).encode())
     def log_message(self, *args): pass
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)

@@ -140,11 +140,10 @@ def test_a_full_disk_at_every_kind_of_call(world: World) -> None:
 @pytest.mark.timeout(14400)
 def test_a_full_disk_at_every_call(world: World) -> None:
     calls, metrics, model = whole_run(world)
-    wrong = [
-        text
-        for number, call in enumerate(calls, start=1)
-        for text in check(world, number, call, metrics, model)
-    ]
+    wrong = []
+    for number, call in enumerate(calls, start=1):
+        for text in check(world, number, call, metrics, model):
+            wrong.append(text)
     assert not wrong, f"{len(wrong)} of {len(calls)}\n" + "\n".join(wrong)
 
 
@@ -152,7 +151,10 @@ def commands_of(world: World) -> dict[str, tuple[list[str], Path]]:
     """Command -> arguments, and the folder that it writes."""
     out = world.folder / "out"
     config = str(world.config)
-    benchmark = f"evaluation.benchmarks=[{{path: {world.folder}/train.jsonl, columns: {{problem: problem, answer: answer}}}}]"
+    benchmark = (
+        f"evaluation.benchmarks=[{{path: {world.folder}/train.jsonl, columns: {{problem: problem, "
+        f"answer: answer}}}}]"
+    )
     return {
         "export": (["export", str(world.run_dir), "--out", str(out)], out),
         "convert to-megatron": (

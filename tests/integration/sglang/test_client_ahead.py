@@ -1,4 +1,6 @@
-"""Training that never waits, with the real server: the next step is sampled while this one trains."""
+"""Training that never waits, with the real server:
+the next step is sampled while this one trains.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,10 @@ def test_training_through_the_real_server(lab: Lab, tmp_path: Path, transport: s
         samples = read_rollouts(rollout_path(run_dir, step))
         assert {sample["label"] for sample in samples} == {0, 1}
         assert len(samples) == 32
-        spans = [span for sample in samples for span in sample["spans"]]
+        spans = []
+        for sample in samples:
+            for span in sample["spans"]:
+                spans.append(span)
         # Two updates a step: step 1 samples version 0, step 2 version 2, ...
         assert {span["version"] for span in spans} == {2 * (step - 1)}
         digests |= {span["digest"] for span in spans}

@@ -15,9 +15,9 @@ import torch
 
 from pacs_megatron.errors import ExitCode
 from pacs_megatron.observability.metrics import read_metrics
-from tests.support.routing_runs import LAYERS, STEPS, TOP_K, start
 from tests.support.needs import SGLANG_PYTHON, require_sglang
 from tests.support.rollout import read_record
+from tests.support.routing_runs import LAYERS, STEPS, TOP_K, start
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3
 

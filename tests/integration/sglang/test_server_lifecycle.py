@@ -118,7 +118,10 @@ def test_no_server_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def server_children(run: FleetRun) -> list[int]:
-    """Of the server that runs now; none while there is only an earlier attempt's pid file, or none."""
+    """Of the server that runs now.
+
+    None while there is only an earlier attempt's pid file, or none.
+    """
     try:
         record = json.loads((run.run_dir / "servers" / "server0.pid").read_text())
     except FileNotFoundError:

@@ -39,7 +39,10 @@ def test_a_running_server_gets_a_request(lab: Lab, tmp_path: Path) -> None:
 def test_the_configured_server_is_started_and_ended(
     lab_folders: list[Path], tmp_path: Path
 ) -> None:
-    servers = f"servers: {{python: [{require_sglang()}], device: cpu, max_total_tokens: 4096}}, sync: {{transport: disk}}"
+    servers = (
+        f"servers: {{python: [{require_sglang()}], device: cpu, max_total_tokens: 4096}}, sync: "
+        f"{{transport: disk}}"
+    )
     found = checks_of(tmp_path, lab_folders[0], servers)
     assert found["rollout.servers.python"].level == "ok"
     assert found["rollout.servers"].level == "ok" and "ended" in found["rollout.servers"].message

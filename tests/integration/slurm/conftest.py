@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Two idle nodes on this host. Skips where Slurm is not installed, fails there under PACS_CI=1."""
+    """Two idle nodes on this host. Skips where Slurm is not installed,
+    fails there under PACS_CI=1.
+    """
     missing = slurm_missing()
     require(missing is None, f"a Slurm that can be started ({missing})")
     cluster = start_slurm(tmp_path_factory.mktemp("slurm"))

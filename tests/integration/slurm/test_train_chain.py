@@ -138,7 +138,10 @@ def test_an_evaluation_on_the_servers_of_two_nodes(
     """slurm/eval.sbatch --nodes=2: one real server a node, one client; both servers end with it."""
     interpreter = require_sglang()
     model = make_tiny_qwen3(tmp_path / "model")
-    servers = f"{{python: [{interpreter}], device: cpu, max_total_tokens: 8192, count: 2, start_timeout_s: 900}}"
+    servers = (
+        f"{{python: [{interpreter}], device: cpu, max_total_tokens: 8192, count: 2, "
+        f"start_timeout_s: 900}}"
+    )
     words = [
         str(write_tiny_run(tmp_path, model)),
         *("parallel.tp=1", "rollout=null", "rollout.engine=sglang", "rollout.sync.transport=disk"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.slurm.conftest import ROOT, job_environment
-from tests.support.studies import finish, short_study, start
 from tests.support.slurm import Slurm
+from tests.support.studies import finish, short_study, start
 
 
 @pytest.mark.campaign

@@ -208,7 +208,10 @@ def test_two_nodes_signal_requeue_and_evaluation(
 ) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
     two_nodes = ["resources.nodes=2", "run.nproc=1", "run.steps=6", "checkpoint.every=3"]
-    benchmark = f"evaluation.benchmarks=[{{path: {tmp_path}/train.jsonl, name: sums, columns: {{problem: problem, answer: answer}}}}]"
+    benchmark = (
+        f"evaluation.benchmarks=[{{path: {tmp_path}/train.jsonl, name: sums, columns: {{problem: "
+        f"problem, answer: answer}}}}]"
+    )
     sampling = "evaluation.sampling={max_response_tokens: 8}"
     jobs = submit_by_nemo_run(
         slurm, config, *two_nodes, benchmark, sampling, "--evaluate", site=f"launcher: {launcher}\n"

@@ -220,7 +220,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 def test_an_error_of_another_rank_than_0_is_reported_too(broken: tuple[Path, Path]) -> None:
     """It gives rank 0 the time to report first; torchrun ends rank 0 when this one exits."""
     config, _ = broken
-    code = "import sys\nfrom pacs_megatron.training import main\nmain._PRINT_AFTER_S = 0.5\nmain.main(sys.argv[1:])"
+    code = (
+        "import sys\nfrom pacs_megatron.training import main\nmain._PRINT_AFTER_S = "
+        "0.5\nmain.main(sys.argv[1:])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(config), "model.path=an/absent/folder"],
         env=os.environ

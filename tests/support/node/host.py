@@ -105,7 +105,10 @@ class _HostProcess:
             link.sendall(json.dumps(answer).encode() + b"\n")
 
     def _measure(self, test: psutil.Process) -> None:
-        """The largest sum of the test's processes; a page that n of them share counts 1/n in each."""
+        """The largest sum of the test's processes.
+
+        A page that n of them share counts 1/n in each.
+        """
         while True:
             total = 0
             for process in [test, *test.children(recursive=True)]:
@@ -224,7 +227,9 @@ def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
 def run_on_gpu(
     rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float
 ) -> int:
-    """One rank of the run. With `host`, its handles and its memory are those of GPU `rank` there."""
+    """One rank of the run. With `host`,
+    its handles and its memory are those of GPU `rank` there.
+    """
     from pacs_megatron.sglang.weights import transports
     from pacs_megatron.training import context as context_module
     from pacs_megatron.training import step as step_module

@@ -1,4 +1,6 @@
-"""A reverse proxy that injects faults in front of a real server, in a thread of the test's process."""
+"""A reverse proxy that injects faults in front of a real server,
+in a thread of the test's process.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ class WeightServer(FakeSglang):
 
 
 class InMemory(Transport):
-    """A transport that passes buckets to `WeightServer`s of this process, inside SGLang's sessions."""
+    """A transport that passes buckets to `WeightServer`s of this process,
+    inside SGLang's sessions.
+    """
 
     def __init__(self, servers: Mapping[str, WeightServer]) -> None:
         self._servers = servers

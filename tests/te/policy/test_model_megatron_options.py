@@ -126,9 +126,11 @@ def test_the_default_reads_their_checkpoints_and_they_read_its(
         sharded = state.sharded_state(policy, is_loading=False, with_reference=False)[
             state.OPTIMIZER
         ]
-        entries = [
-            entry for part in sharded.values() if isinstance(part, dict) for entry in part.values()
-        ]
+        entries = []
+        for part in sharded.values():
+            if isinstance(part, dict):
+                for entry in part.values():
+                    entries.append(entry)
         boxes = [box for entry in entries for boxes in entry.values() for box in boxes]
         return {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
 

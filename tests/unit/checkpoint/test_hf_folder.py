@@ -120,7 +120,7 @@ def test_one_shard_has_the_plain_name_and_dtype_reaches_the_config(
     assert (out / "tokenizer.json").exists() and (out / "chat_template.jinja").exists()
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # damaged folders
 def _first_shard(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
@@ -348,7 +348,7 @@ def test_pickled_weights_are_not_loaded(tiny_qwen3: Path, tmp_path: Path) -> Non
         HfFolder(tmp_path / "nowhere")
 
 
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # writing
 INFOS = [TensorInfo("a", torch.float32, (2, 2)), TensorInfo("b", torch.float32, (3,))]
 

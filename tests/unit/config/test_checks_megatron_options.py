@@ -13,8 +13,8 @@ from pacs_megatron.config.checks import find_problems
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.workbench.plan.known_models import find_spec
-from pacs_megatron.workbench.plan.state import state_items
 from pacs_megatron.workbench.plan.plan import make_plan
+from pacs_megatron.workbench.plan.state import state_items
 
 DENSE = Path(__file__).parents[3] / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
 

@@ -6,11 +6,10 @@ from pacs_megatron.config.messages import RENAMED_KEYS, all_keys
 
 def test_every_key_has_a_description() -> None:
     run = {key: field.description for key, _, field in all_keys()}
-    cluster = {
-        name: field.description
-        for cls in (ClusterConfig, ContainerOptions)
-        for name, field in cls.model_fields.items()
-    }
+    cluster = {}
+    for cls in (ClusterConfig, ContainerOptions):
+        for name, field in cls.model_fields.items():
+            cluster[name] = field.description
     missing = [key for key, text in {**run, **cluster}.items() if not text]
     assert not missing
     assert all(text.strip().endswith((".", ")")) for text in {**run, **cluster}.values() if text)

@@ -73,7 +73,10 @@ def read_by_properties(files: list[Reads]) -> set[tuple[str, str]]:
     reads the property.
     """
     found = set()
-    used = {name for reads in files for name in reads.attributes}
+    used = set()
+    for reads in files:
+        for name in reads.attributes:
+            used.add(name)
     sources = [
         (PACKAGE / "config" / f"{name}_options.py").read_text(encoding="utf-8")
         for name in ("rollout", "reward")
@@ -95,11 +98,11 @@ def read_by_properties(files: list[Reads]) -> set[tuple[str, str]]:
 
 def tags() -> set[tuple[str, str]]:
     """(class, key) of every key that chooses between strategies."""
-    return {
-        (member.__name__, tag)
-        for section, tag in TAGS.items()
-        for member in strategies(section).values()
-    }
+    result = set()
+    for section, tag in TAGS.items():
+        for member in strategies(section).values():
+            result.add((member.__name__, tag))
+    return result
 
 
 def test_every_section_with_several_classes_has_a_tag() -> None:

@@ -48,9 +48,11 @@ def to_hf(checkpoint: Path, out: Path, *, max_shard_bytes: int = 10**9, **change
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Read by safetensors itself."""
-    return {
-        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
-    }
+    result = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for n, t in load_file(file).items():
+            result[n] = t
+    return result
 
 
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -144,7 +146,7 @@ def test_a_checkpoint_reads_like_a_folder(converted: Path, tiny_qwen3: Path) -> 
     assert all(torch.equal(weights.get(name), folder.get(name)) for name in folder.names)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # verification
 def test_verify_writes_a_certificate_and_finds_a_flipped_bit(
     converted: Path, tiny_qwen3: Path, tmp_path: Path
@@ -229,7 +231,7 @@ def test_verification_while_converting_keeps_a_wrong_result_from_its_name(
     assert list(tmp_path.iterdir()) == []
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # faults
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
@@ -435,7 +437,7 @@ def test_finding_a_step_of_a_run(
         find_checkpoint(tmp_path / "checkpoints" / "step_000010", 20)
 
 
-# --------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # pipeline
 def test_an_error_of_a_worker_stops_the_rest_and_travels() -> None:
     started: list[int] = []
@@ -480,7 +482,7 @@ def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> Non
     assert not now and peak <= IN_FLIGHT_BYTES and most_large == 1 and overlapped
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # interrupts
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL]
@@ -488,7 +490,10 @@ def test_bytes_in_flight_are_bounded_and_one_large_job_runs_beside_them() -> Non
 def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
     number: signal.Signals, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    """The real command, held in the middle by a slow tensor; after SIGKILL the next run cleans up."""
+    """The real command, held in the middle by a slow tensor.
+
+    After SIGKILL the next run cleans up.
+    """
     out = tmp_path / "ckpt"
     slow = (
         "import os, sys, time\nfrom pacs_megatron.checkpoint import dist_writer\nhonest = "

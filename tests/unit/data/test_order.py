@@ -136,7 +136,10 @@ def test_a_position_outside_of_the_data_is_an_error(change):
 
 
 def test_needs_no_torch():
-    code = "import sys, pacs_megatron.data.order, pacs_megatron.rewards; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, pacs_megatron.data.order, pacs_megatron.rewards; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,4 +1,6 @@
-"""A rank for the tests of `launch.train`: `python -m tests.unit.launch.rank_probe <folder> <mode>`."""
+"""A rank for the tests of `launch.train`:
+`python -m tests.unit.launch.rank_probe <folder> <mode>`.
+"""
 
 import os
 import signal
@@ -22,12 +24,11 @@ def main(folder: Path, mode: str) -> int:
 
         torch.distributed.init_process_group("gloo")
         torch.distributed.barrier()
-        listening = [
-            connection.laddr.ip
-            for process in (psutil.Process(), psutil.Process().parent())
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        ]
+        listening = []
+        for process in (psutil.Process(), psutil.Process().parent()):
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    listening.append(connection.laddr.ip)
         (folder / f"listening_{rank}").write_text("\n".join(listening))
         torch.distributed.barrier()
     while mode.endswith("_on_1") and not (folder / "started_0").exists():

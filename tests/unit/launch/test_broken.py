@@ -1,4 +1,6 @@
-"""Broken configurations and environments: `preflight` names key and fix of each and writes nothing."""
+"""Broken configurations and environments:
+`preflight` names key and fix of each and writes nothing.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (model / "original" / "consolidated.pth").write_bytes(b"not needed")
     data = folder / "data"
     data.mkdir()
-    rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    rows = []
+    for a in range(4):
+        for b in range(4):
+            rows.append({"problem": f"{a} + {b} = ?", "answer": str(a + b)})
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return model, data
 

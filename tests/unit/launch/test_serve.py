@@ -129,7 +129,9 @@ def test_an_error_is_stored_for_the_waiting_caller(
 
 
 def test_a_process_that_ends_without_a_message_is_detected(tmp_path: Path) -> None:
-    """For example killed by the kernel for memory: fifteen minutes of `start_timeout_s` would pass."""
+    """For example killed by the kernel for memory:
+    fifteen minutes of `start_timeout_s` would pass.
+    """
     began = time.monotonic()
     with pytest.raises(
         RolloutError, match=r"server process exited with code -9 and wrote no error"

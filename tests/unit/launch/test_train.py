@@ -328,8 +328,12 @@ def test_places() -> None:
     with pytest.raises(ConfigError, match="a variable of torchrun is no integer"):
         find_rank(torchrun | {"MASTER_PORT": "x"})
     for wrong in (
-        {"RANK": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "9"}, {"MASTER_PORT": "65536"}, {"MASTER_ADDR": "a b"}
-    ):  # fmt: skip
+        {"RANK": "4"},
+        {"LOCAL_RANK": "-1"},
+        {"LOCAL_WORLD_SIZE": "9"},
+        {"MASTER_PORT": "65536"},
+        {"MASTER_ADDR": "a b"},
+    ):
         with pytest.raises(ConfigError, match="the environment of torchrun is inconsistent"):
             find_rank(torchrun | {"MASTER_PORT": "5"} | wrong)
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}

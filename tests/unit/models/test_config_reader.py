@@ -454,7 +454,10 @@ def test_any_value_in_config_json_gives_a_spec_or_the_named_error(
 
 
 def test_import_needs_neither_torch_nor_megatron() -> None:
-    code = "import sys, pacs_megatron.models; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, pacs_megatron.models; print([m for m in ('torch', 'megatron', "
+        "'transformers') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

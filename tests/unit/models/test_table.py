@@ -37,11 +37,10 @@ def test_rows_are_exactly_the_tensors_that_transformers_saves(case: str, tmp_pat
     folder = make_family(tmp_path / "hf", case)
     saved = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     table = weight_table(load_spec(folder))
-    rows = {
-        name: shape
-        for e in table.entries
-        for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)
-    }
+    rows = {}
+    for e in table.entries:
+        for name, shape in zip(e.hf_names, e.hf_shapes, strict=True):
+            rows[name] = shape
     assert rows == saved
     assert table.num_parameters == sum(math.prod(shape) for shape in saved.values())
 
@@ -115,13 +114,14 @@ def test_vocabulary_padding_is_zero_and_leaves_no_trace() -> None:
 
 
 def test_names_of_transformer_engines_spec() -> None:
+    layer = "decoder.layers.7"
     names = {
-        "decoder.layers.7.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.7.input_layernorm.weight",
-        "decoder.layers.7.mlp.linear_fc1.layer_norm_weight": "decoder.layers.7.pre_mlp_layernorm.weight",
-        "decoder.layers.7.mlp.experts.linear_fc1.weight12": (
-            "decoder.layers.7.mlp.experts.local_experts.12.linear_fc1.weight"
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": f"{layer}.input_layernorm.weight",
+        f"{layer}.mlp.linear_fc1.layer_norm_weight": f"{layer}.pre_mlp_layernorm.weight",
+        f"{layer}.mlp.experts.linear_fc1.weight12": (
+            f"{layer}.mlp.experts.local_experts.12.linear_fc1.weight"
         ),
-        "decoder.layers.7.mlp.linear_fc1.weight": "decoder.layers.7.mlp.linear_fc1.weight",
+        f"{layer}.mlp.linear_fc1.weight": f"{layer}.mlp.linear_fc1.weight",
         "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
     }
     assert {name: canonical_name(name) for name in names} == names

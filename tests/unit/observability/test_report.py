@@ -34,9 +34,19 @@ def test_report_has_every_curve(tmp_path: Path) -> None:
     write_environment(tmp_path, {"device": "two <CPU> cores"})
     _, page = report(tmp_path, rows)
     titles = [
-        "reward", "toy", "loss", "distance to the label", "gradient norm", "entropy", "response length",
-        "mean ψ by label", "time of each phase", "tokens/s", "custom/thing", "time/update/forward_s",
-    ]  # fmt: skip
+        "reward",
+        "toy",
+        "loss",
+        "distance to the label",
+        "gradient norm",
+        "entropy",
+        "response length",
+        "mean ψ by label",
+        "time of each phase",
+        "tokens/s",
+        "custom/thing",
+        "time/update/forward_s",
+    ]
     for title in titles:
         assert title in page.text, title
     assert page.count("figure") == len(titles)
@@ -108,7 +118,7 @@ def test_every_svg_is_well_formed_and_finite(tmp_path: Path) -> None:
     drawings = re.findall(r"<svg.*?</svg>", html, flags=re.S)
     assert len(drawings) == page.count("figure") > 8
     for drawing in drawings:
-        ET.fromstring(drawing)
+        ET.fromstring(drawing)  # noqa: S314  (trusted text)
         assert not re.search(r"\b(nan|inf)\b", drawing)
 
 
@@ -185,7 +195,7 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
     assert write_report(tmp_path, num_samples=8).read_text() == first
 
 
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # charts
 def curve_places(figure: str) -> list[tuple[float, float]]:
     points = re.findall(r'<polyline class="curve s0" points="([^"]*)"', figure)[0]

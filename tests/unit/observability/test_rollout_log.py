@@ -84,7 +84,10 @@ def test_the_record_has_the_verifiers_details(tmp_path: Path) -> None:
 
 
 def test_order_of_arrival_has_no_effect_and_numbers_sort_as_numbers(tmp_path: Path) -> None:
-    ids = [f"1:toy/{p}#{g}" for p in range(3) for g in range(12)]
+    ids = []
+    for p in range(3):
+        for g in range(12):
+            ids.append(f"1:toy/{p}#{g}")
     prompts = {f"toy/{p}": prompt(f"toy/{p}") for p in range(3)}
     contents = []
     for seed in range(3):

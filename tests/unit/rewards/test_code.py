@@ -29,7 +29,10 @@ CALL = {"inputs": [[[1, 2], 1]], "outputs": [[[1, 2, 1]]], "fn_name": "push"}
 LEETCODE = {"inputs": ["[1, 2]\n1", "[]\n0"], "outputs": ["[1, 2, 1]", "[0]"], "fn_name": "push"}
 GOOD_SUM = "a, b = map(int, input().split())\nprint(a + b)"
 GOOD_CALL = "def push(a, b):\n    return (*a, b)"
-GOOD_CLASS = "class Solution:\n    def push(self, a: List[int], b: int) -> List[int]:\n        return a + [b]"
+GOOD_CLASS = (
+    "class Solution:\n    def push(self, a: List[int], b: int) -> List[int]:\n        return a + "
+    "[b]"
+)
 FLOATS = {"inputs": ["", ""], "outputs": ["1.50 2\n", "a\nb"]}
 
 
@@ -344,7 +347,7 @@ def test_users_other_than_root_have_a_sandbox_by_a_user_namespace(monkeypatch) -
     """With the distribution's interpreter: another user may not read root's own."""
     program = "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)"
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        os.chmod(folder, 0o755)
+        os.chmod(folder, 0o755)  # noqa: S103
         runner = shutil.copy(sandbox.RUNNER, folder)
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr(sys, "base_prefix", "/usr")
@@ -372,7 +375,15 @@ def test_users_other_than_root_have_a_sandbox_by_a_user_namespace(monkeypatch) -
                 "/runner.py",
             ]
             done = subprocess.run(
-                command, input=json.dumps(job).encode(), capture_output=True, pass_fds=(rules.fileno(),), user=65534,
-                group=65534, extra_groups=[], cwd="/", timeout=60, check=True,
-            )  # fmt: skip
+                command,
+                input=json.dumps(job).encode(),
+                capture_output=True,
+                pass_fds=(rules.fileno(),),
+                user=65534,
+                group=65534,
+                extra_groups=[],
+                cwd="/",
+                timeout=60,
+                check=True,
+            )
     assert done.stdout.splitlines() == [b'{"ready": true}', b'{"error": "exit code 1"}'], done

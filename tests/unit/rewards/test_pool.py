@@ -47,13 +47,16 @@ def judge(prompt, response):
             block = bytearray(os.urandom(1)) * (120 << 20)
             time.sleep(3600)
         case "fork" | "session" | "stopped":
-            child = subprocess.Popen(["sleep", "3600"], start_new_session=response == "session", close_fds=False)
+            own_session = response == "session"
+            command = ["sleep", "3600"]
+            child = subprocess.Popen(command, start_new_session=own_session, close_fds=False)
             if response == "stopped": os.kill(child.pid, 19)
             time.sleep(3600)
         case "leave":
             if os.fork() == 0: time.sleep(3600)  # keeps the worker's socket
             os._exit(3)
-        case "daemon" | "orphan":  # sleeps in a session of its own, deaf, without a parent or open files
+        case "daemon" | "orphan":
+            # Sleeps in a session of its own, deaf, without a parent or open files.
             if os.fork() == 0:
                 os.setsid()
                 if os.fork(): os._exit(0)
@@ -85,7 +88,9 @@ def judge(prompt, response):
         case "bytes": return Judgement(1.0, {"a": b"x"})
         case "not a number": return Judgement(1.0, {"a": float("nan")})
         case "details": return Judgement(0.0, {"a": [1, None, "\\ud800"]})
-        case "ids": return float(prompt.token_ids.dtype == "int32" and prompt.token_ids.tolist() == [3, 1, 2])
+        case "ids":
+            ids = prompt.token_ids
+            return float(ids.dtype == "int32" and ids.tolist() == [3, 1, 2])
     return 1.0
 """
 
@@ -370,8 +375,10 @@ def test_workers_end_with_a_killed_parent(custom, tmp_path):
             from pacs_megatron.config.reward_options import CustomReward
             from pacs_megatron.contracts import Prompt
             from pacs_megatron.rewards import RewardPool
-            pool = RewardPool(CustomReward(name="custom", function={str(custom().function)!r}, workers=2))
-            prompt = Prompt(id="a/0", text="", token_ids=np.zeros(1, np.int32), answer="1", problem="")
+            function = {str(custom().function)!r}
+            pool = RewardPool(CustomReward(name="custom", function=function, workers=2))
+            ids = np.zeros(1, np.int32)
+            prompt = Prompt(id="a/0", text="", token_ids=ids, answer="1", problem="")
             pool.submit("a", prompt, "spin", print)
             time.sleep(0.3)
             print(*[child.pid for child in psutil.Process().children()], flush=True)

@@ -119,13 +119,18 @@ def test_requests_survive_the_wire() -> None:
     params = SamplingOptions(
         temperature=0.5, top_p=0.9, top_k=3, max_response_tokens=7, stop=("\n", "##")
     )
-    requests = [
-        SampleRequest(
-            id=f"{p.id}#{i}", prompt_id=p.id, token_ids=p.token_ids, seed=2**62 + i, params=params
-        )
-        for p in prompts
-        for i in range(2)
-    ]
+    requests = []
+    for p in prompts:
+        for i in range(2):
+            requests.append(
+                SampleRequest(
+                    id=f"{p.id}#{i}",
+                    prompt_id=p.id,
+                    token_ids=p.token_ids,
+                    seed=2**62 + i,
+                    params=params,
+                )
+            )
     for got, expected in zip(
         requests_from_message(*requests_to_message(prompts, requests)), requests, strict=True
     ):
@@ -190,7 +195,10 @@ def test_shuffled_labels_keep_their_number_and_their_rewards_and_change_with_the
         replace(g, samples=tuple(replace(s, reward=s.label - 0.5) for s in g.samples))
         for g in groups
     ]
-    shuffled = [s for g in shuffle_labels(groups, seed=1, step=1) for s in g.samples]
+    shuffled = []
+    for g in shuffle_labels(groups, seed=1, step=1):
+        for s in g.samples:
+            shuffled.append(s)
     assert all(s.reward == s.label - 0.5 for s in shuffled)
     labels = [
         [s.label for g in shuffle_labels(groups, seed=1, step=step) for s in g.samples]

@@ -55,13 +55,19 @@ def prompt(number: int) -> Prompt:
 
 def requests_of(prompts: object, step: int) -> list[SampleRequest]:
     assert isinstance(prompts, list | tuple)
-    return [
-        SampleRequest(
-            id=f"{step}:{p.id}#{k}", prompt_id=p.id, token_ids=p.token_ids, seed=k, params=PARAMS
-        )
-        for p in prompts
-        for k in range(2)
-    ]
+    result = []
+    for p in prompts:
+        for k in range(2):
+            result.append(
+                SampleRequest(
+                    id=f"{step}:{p.id}#{k}",
+                    prompt_id=p.id,
+                    token_ids=p.token_ids,
+                    seed=k,
+                    params=PARAMS,
+                )
+            )
+    return result
 
 
 def sample(request: SampleRequest, *digests: str, **changes: object) -> Sample:
@@ -85,7 +91,7 @@ def rollouts(step: int, first: int, count: int = 2) -> StepRollouts:
     )
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # staleness
 def test_staleness_counts_steps_from_the_oldest_weights() -> None:
     sent = SentWeights()
@@ -122,7 +128,7 @@ def test_stale_groups_are_dropped_whole_and_counted() -> None:
     assert "stale_groups" not in admit(groups, AdmissionOptions(), min_group_size=2).counts
 
 
-# --------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # buffer
 @settings(max_examples=25, deadline=None)
 @given(
@@ -190,7 +196,7 @@ def test_cancelled_requests_stay_cancelled_in_a_checkpoint() -> None:
     assert all(again.sampled[key].reward_details == {"of": key} for key in again.judged)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # judge
 @pytest.fixture
 def judge(tmp_path: Path) -> Iterator[Judge]:
@@ -310,7 +316,7 @@ def test_only_the_last_verdict_of_a_step_wakes_the_driver(judge: Judge) -> None:
     assert step.is_done and woken.empty()
 
 
-# --------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # driver
 def test_responses_to_abandoned_requests_are_discarded(tmp_path: Path) -> None:
     client = DriverClient(tmp_path, tmp_path, timeout_s=600.0)

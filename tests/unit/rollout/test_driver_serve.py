@@ -34,7 +34,10 @@ class Trainer:
 
     def __init__(self, folder: Path, server: ReplaySglang) -> None:
         model = make_tiny_qwen3(folder / "model", num_hidden_layers=1, vocab_size=262)
-        rollout = f"{{engine: sglang, urls: ['{server.url}'], max_staleness: 1, sync: {{transport: disk}}, sampling: {{max_response_tokens: 16}}}}"
+        rollout = (
+            f"{{engine: sglang, urls: ['{server.url}'], max_staleness: 1, sync: {{transport: "
+            f"disk}}, sampling: {{max_response_tokens: 16}}}}"
+        )
         config = load_config(
             write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}")
         ).config

@@ -111,7 +111,10 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
 
 
 def judge_all(rollouts: StepRollouts, *, one_class: Collection[str]) -> None:
-    """Every request has a judged sample, the last first; groups of `one_class` have label 1 only."""
+    """Every request has a judged sample, the last first.
+
+    Groups of `one_class` have label 1 only.
+    """
     for number, request in reversed(list(enumerate(rollouts.requests))):
         label = 1 if request.prompt_id in one_class else number % 2
         rollouts.sampled[request.id] = Sample(
@@ -130,7 +133,9 @@ def judge_all(rollouts: StepRollouts, *, one_class: Collection[str]) -> None:
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes: bool) -> None:
-    """DAPO's dynamic sampling, also where the step comes from a checkpoint after its first round."""
+    """DAPO's dynamic sampling,
+    also where the step comes from a checkpoint after its first round.
+    """
     model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
     settings = "admission={drop_one_class_groups: true, oversample: 1.5, refill_rounds: 3}"
     config = load_config(

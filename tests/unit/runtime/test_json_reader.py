@@ -1,4 +1,6 @@
-"""JSON from outside: every fault is one line that names the file, and nothing else is ever raised."""
+"""JSON from outside:
+every fault is one line that names the file, and nothing else is ever raised.
+"""
 
 import json
 import os

@@ -15,7 +15,10 @@ import pacs_megatron
 from pacs_megatron.runtime.processes import AGENT_PID
 
 ROOT = Path(pacs_megatron.__file__).parent
-CHILD = "import time; from pacs_megatron.runtime.processes import die_with_parent; die_with_parent(); time.sleep(600)"
+CHILD = (
+    "import time; from pacs_megatron.runtime.processes import die_with_parent; die_with_parent(); "
+    "time.sleep(600)"
+)
 PARENT = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
@@ -50,16 +53,16 @@ def test_every_program_that_the_package_starts_ends_with_its_parent() -> None:
     excepted.
     """
     sources = {path: path.read_text() for path in ROOT.rglob("*.py")}
-    started = {
-        node.value
-        for path, text in sources.items()
-        if ".Popen(" in text
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.startswith("pacs_megatron.")
-        if (ROOT.parent / (node.value.replace(".", "/") + ".py")).is_file()
-    }
+    started = set()
+    for path, text in sources.items():
+        if ".Popen(" in text:
+            for node in ast.walk(ast.parse(text)):
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and node.value.startswith("pacs_megatron.")
+                ) and (ROOT.parent / (node.value.replace(".", "/") + ".py")).is_file():
+                    started.add(node.value)
     assert {"pacs_megatron.launch.agent", "pacs_megatron.rollout.driver"} <= started
     own = {"pacs_megatron.launch.serve"}  # its starter sets the signal, before the program begins
     silent = [

@@ -119,13 +119,14 @@ def test_every_program_is_run_with_a_report() -> None:
     """The class: `subprocess.run` and its relatives block and report nothing."""
     root = Path(pacs_megatron.__file__).parent
     blocking = {"run", "call", "check_call", "check_output", "getoutput"}
-    found = [
-        f"{path.relative_to(root)}:{node.lineno}"
-        for path in sorted(root.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and node.attr in blocking
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "subprocess"
-    ]
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in blocking
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "subprocess"
+            ):
+                found.append(f"{path.relative_to(root)}:{node.lineno}")
     assert [place.partition(":")[0] for place in found] == ["runtime/waiting.py"], found

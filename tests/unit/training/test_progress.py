@@ -101,7 +101,10 @@ def test_settings_may_not_change_inside_a_step() -> None:
 def test_no_key_that_selects_samples_or_log_probs_changes_inside_a_step(
     tmp_path: Path, key: str, changes: dict[str, Any]
 ) -> None:
-    """Other samples would get the log-probs of the saved ones; a missing pass ends in an exception."""
+    """Other samples would get the log-probs of the saved ones.
+
+    A missing pass ends in an exception.
+    """
     base = {"objective": {"name": "grpo", "kl_coef": 0.1, "kl_in": "loss"}, "rollout": ROLLOUT}
 
     def settings(values: dict[str, Any]) -> dict[str, Any]:

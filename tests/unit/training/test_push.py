@@ -134,7 +134,9 @@ def test_the_sum_of_words_is_the_one_of_its_description(size: int) -> None:
 
 
 def test_the_sum_of_words_detects_damage() -> None:
-    """Exchanged, moved and cleared words, each flipped bit, and signs exchanged between elements."""
+    """Exchanged, moved and cleared words, each flipped bit,
+    and signs exchanged between elements.
+    """
     generator = torch.Generator().manual_seed(3)
     good = torch.randn(3 * TILE, generator=generator).to(torch.bfloat16)
     expected = int(word_sum(good))

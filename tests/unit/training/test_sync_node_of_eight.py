@@ -295,7 +295,9 @@ def test_servers_use_the_trainers_gpus_although_their_driver_sees_none(
 def test_a_trainer_that_broadcasts_has_sglangs_setting_of_nccl(
     transport: Literal["broadcast", "disk"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang sets it to 0 (entrypoints/engine.py:1905), and the members of a group need one value."""
+    """SGLang sets it to 0 (entrypoints/engine.py:1905),
+    and the members of a group need one value.
+    """
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
 
     def initialize(*_: Any, **__: Any) -> None:

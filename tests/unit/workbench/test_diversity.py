@@ -96,18 +96,19 @@ def write_evaluation(folder: Path, responses: dict[str, list[tuple[str, int]]]) 
         "prompt_tokens": 1,
         "response_tokens": 1,
     }
-    records = [
-        rest
-        | {
-            "id": f"eval0:{prompt}#{i}",
-            "prompt_id": prompt,
-            "source": "sums",
-            "response": text,
-            "label": label,
-        }
-        for prompt, found in responses.items()
-        for i, (text, label) in enumerate(found)
-    ]
+    records = []
+    for prompt, found in responses.items():
+        for i, (text, label) in enumerate(found):
+            records.append(
+                rest
+                | {
+                    "id": f"eval0:{prompt}#{i}",
+                    "prompt_id": prompt,
+                    "source": "sums",
+                    "response": text,
+                    "label": label,
+                }
+            )
     folder.mkdir(parents=True)
     lines = [json.dumps(record) for record in [{"digest": "d"}, *records]]
     (folder / "samples-d.jsonl").write_text("\n".join(lines) + "\n")

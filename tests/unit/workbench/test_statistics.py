@@ -86,7 +86,10 @@ def test_probability_of_improvement_is_the_mann_whitney_statistic_by_task() -> N
     y = np.array([[1.0, 2.0], [2.0, 3.0], [0.0, 1.0]])
     direct = []
     for task in range(2):
-        wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in x[:, task] for b in y[:, task]]
+        wins = []
+        for a in x[:, task]:
+            for b in y[:, task]:
+                wins.append(1.0 if a > b else 0.5 if a == b else 0.0)
         direct.append(sum(wins) / len(wins))
     assert probability_of_improvement(x, y) == pytest.approx(np.mean(direct))
     assert probability_of_improvement(y, x) == pytest.approx(1 - np.mean(direct))

@@ -48,7 +48,17 @@ CASES: dict[str, tuple[int, dict[str, Any], str, bool]] = {
         False,
     ),
 }
-QUICK = ("tp2-tied", "vpp2", "cp2-distopt", "pp2dp2-distopt-tied", "qwen2-tp2", "llama-tp2", "mistral-pp2", "moe-ep2-distopt", "moe-tp2ep2")  # fmt: skip
+QUICK = (
+    "tp2-tied",
+    "vpp2",
+    "cp2-distopt",
+    "pp2dp2-distopt-tied",
+    "qwen2-tp2",
+    "llama-tp2",
+    "mistral-pp2",
+    "moe-ep2-distopt",
+    "moe-tp2ep2",
+)
 """In `make test`, in bf16; the others and fp32 in `make test-full`."""
 SHAPE = {"num_hidden_layers": 4, "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96}
 
@@ -66,7 +76,10 @@ class Live:
 def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -> list[Live]:
     def on_rank(_rank: int, size: int) -> Live:
         policy = make_policy(folder, size, dtype=dtype, **parallel)
-        parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+        parameters = []
+        for chunk in policy.chunks:
+            for p in chunk.parameters():
+                parameters.append(p)
         buffers = [
             b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
@@ -189,16 +202,20 @@ def test_parameter_count_is_megatrons_own(family: str, tmp_path: Path) -> None:
 
     def on_rank(_rank: int, size: int) -> int:
         policy = make_policy(folder, size)
-        return sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+        values = []
+        for chunk in policy.chunks:
+            for p in chunk.parameters():
+                values.append(p.numel())
+        return sum(values)
 
     (held,) = run_ranks(on_rank, 1)
     config = run_config("fp32", {})
     padded = state.rank_parameters(spec, layout_of(config, 1), 0).total
     assert held == padded
     padding_rows = -(-spec.vocab_size // 128) * 128 - spec.vocab_size
-    assert held - (
-        1 if spec.tied else 2
-    ) * padding_rows * spec.hidden_size == state.num_parameters(spec)
+    assert held - (1 if spec.tied else 2) * padding_rows * spec.hidden_size == state.num_parameters(
+        spec
+    )
 
 
 def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
@@ -208,7 +225,11 @@ def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
     def on_rank(_rank: int, size: int) -> tuple[int, int]:
         policy = make_policy(folder, size)
         batches = policy._batches(make_part(facts, tokens, policy))
-        by_token = sum(t.nbytes for b in batches for t in (b.input_ids, b.position_ids, b.labels))
+        values = []
+        for b in batches:
+            for t in (b.input_ids, b.position_ids, b.labels):
+                values.append(t.nbytes)
+        by_token = sum(values)
         return by_token, sum(b.sample_of_token.nbytes for b in batches)
 
     ((by_token, by_response),) = run_ranks(on_rank, 1)

@@ -1,4 +1,6 @@
-"""Calls to the modelled host. Standard library only: it runs in the stand-in servers' interpreter."""
+"""Calls to the modelled host. Standard library only:
+it runs in the stand-in servers' interpreter.
+"""
 
 import json
 import os

@@ -15,12 +15,11 @@ def e4m3_values() -> list[float]:
     infinity.
     """
     subnormal = [m * 2.0**-9 for m in range(8)]
-    normal = [
-        (1 + m / 8) * 2.0 ** (e - 7)
-        for e in range(1, 16)
-        for m in range(8)
-        if not (e == 15 and m == 7)
-    ]
+    normal = []
+    for e in range(1, 16):
+        for m in range(8):
+            if not (e == 15 and m == 7):
+                normal.append((1 + m / 8) * 2.0 ** (e - 7))
     return subnormal + normal
 
 

@@ -277,7 +277,7 @@ def test_memory_is_released_by_an_idle_server_only(
     assert is_current(server)
 
 
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # disk
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -358,7 +358,7 @@ def test_runs_that_share_a_folder_do_not_share_versions(tmp_path: Path, tiny_qwe
     assert folder(tmp_path / "a" / "run") == one
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ipc
 def test_shared_memory_that_is_full_is_named_and_the_export_goes_on(
     server: WeightServer, monkeypatch: pytest.MonkeyPatch
@@ -388,7 +388,7 @@ def test_shared_memory_that_is_full_is_named_and_the_export_goes_on(
     assert len(exported) == 13 and not is_current(server)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # broadcast
 def test_a_rejected_group_fails_at_once(server: WeightServer) -> None:
     sync = made([server], BroadcastTransport("127.0.0.1", 60.0), timeout_s=60.0)

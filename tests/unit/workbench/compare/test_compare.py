@@ -74,11 +74,11 @@ def write_run(
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     finals = {"pacs": [0.52, 0.55, 0.53, 0.56], "grpo": [0.41, 0.44, 0.40, 0.46]}
-    return [
-        write_run(tmp_path / f"{method}-s{seed}", method, seed, final)
-        for method, found in finals.items()
-        for seed, final in enumerate(found)
-    ]
+    result = []
+    for method, found in finals.items():
+        for seed, final in enumerate(found):
+            result.append(write_run(tmp_path / f"{method}-s{seed}", method, seed, final))
+    return result
 
 
 def test_methods_scores_and_statistics(runs: list[Path]) -> None:
@@ -99,11 +99,10 @@ def test_methods_scores_and_statistics(runs: list[Path]) -> None:
 
 
 def test_equal_methods_and_few_seeds_are_not_significant(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / f"{m}{s}", m, s, 0.5 + 0.01 * s)
-        for m in ("pacs", "grpo")
-        for s in range(4)
-    ]
+    runs = []
+    for m in ("pacs", "grpo"):
+        for s in range(4):
+            runs.append(write_run(tmp_path / f"{m}{s}", m, s, 0.5 + 0.01 * s))
     assert "not significant" in compare(runs).sentences()[0]
     assert "fewer than 4 seeds (3)" in compare([*runs[:4], *runs[4:7]]).sentences()[0]
     assert compare(runs[:4]).sentences() == []
@@ -118,7 +117,10 @@ def test_every_output_has_the_same_figures(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {form: tmp_path / f"out.{form}" for form in ("json", "csv", "latex")}
-    words = [word for form, path in files.items() for word in (f"--{form}", str(path))]
+    words = []
+    for form, path in files.items():
+        for word in (f"--{form}", str(path)):
+            words.append(word)
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out.html"), *words]) == 0
     assert "is significant" in capsys.readouterr().out
     found = json.loads(files["json"].read_text())

@@ -24,11 +24,14 @@ def requests(tag: str, count: int = 48) -> list[SampleRequest]:
     params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=4)
     return [
         SampleRequest(
-            id=f"{tag}:{i // 4}#{i % 4}", prompt_id=str(i // 4), token_ids=np.arange(40, 45, dtype=np.int32), seed=i,
+            id=f"{tag}:{i // 4}#{i % 4}",
+            prompt_id=str(i // 4),
+            token_ids=np.arange(40, 45, dtype=np.int32),
+            seed=i,
             params=params,
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.full

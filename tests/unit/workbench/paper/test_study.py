@@ -130,8 +130,14 @@ def test_the_laptop_runs_each_node_once_and_prints_the_same_again(
     commands.fails = None
     assert main(call) == 0
     assert commands.called[before - 1] == commands.called[before] == "train tiny-grpo-s0"
-    runs = [f"tiny-{method}-s{seed}" for method in ("ppo", "grpo", "pacs") for seed in range(2)]
-    wanted = {f"{verb} {run}" for verb in ("train", "eval", "diversity") for run in runs}
+    runs = []
+    for method in ("ppo", "grpo", "pacs"):
+        for seed in range(2):
+            runs.append(f"tiny-{method}-s{seed}")
+    wanted = set()
+    for verb in ("train", "eval", "diversity"):
+        for run in runs:
+            wanted.add(f"{verb} {run}")
     wanted |= {"-c inputs", "train warmstart", "eval tiny-base"}
     assert set(commands.called) == wanted and len(commands.called) == len(wanted) + 1
     assert commands.called[:2] == ["-c inputs", "train warmstart"]
@@ -159,11 +165,10 @@ def check_figures(folder: Path) -> None:
     for cell in cells:
         found = list(folder.glob(f"tiny-{cell['method']}*/eval/results.json"))
         assert len(found) == cell["seeds"] == (1 if cell["method"] == "base" else 2)
-        counts = [
-            p["num_correct"]
-            for path in found
-            for p in json.loads(path.read_text())["problems"]["test"]
-        ]
+        counts = []
+        for path in found:
+            for p in json.loads(path.read_text())["problems"]["test"]:
+                counts.append(p["num_correct"])
         k = int(cell["metric"][5:])
         value, low, high = cell["ours"]
         assert value == pytest.approx(100 * np.mean([pass_at_k(DRAWS, c, k) for c in counts]))
@@ -204,15 +209,19 @@ def write_results(out: Path) -> None:
 
 
 def test_published_averages_of_table_1() -> None:
-    """The paper's averages of pass@1 over five benchmarks, recomputed from the numbers in the file."""
+    """The paper's averages of pass@1 over five benchmarks,
+    recomputed from the numbers in the file.
+    """
     study = paper.Study("paper", Path("none"), (), None)
-    found = {
-        (model, method): np.mean(
-            [methods[method][name][0] for name in study.spec["artefacts"]["table1"]["benchmarks"]]
-        )
-        for model, methods in study.spec["published"].items()
-        for method in ("base", "pacs")
-    }
+    found = {}
+    for model, methods in study.spec["published"].items():
+        for method in ("base", "pacs"):
+            found[(model, method)] = np.mean(
+                [
+                    methods[method][name][0]
+                    for name in study.spec["artefacts"]["table1"]["benchmarks"]
+                ]
+            )
     wanted = {
         ("qwen3-8b", "pacs"): 63.32,
         ("qwen3-8b", "base"): 53.75,
@@ -280,7 +289,11 @@ def test_the_bootstrap_equals_a_plain_loop_where_seeds_lack_different_problems()
     for _ in range(1500):
         rows = rng.integers(3, size=3)
         columns = rng.integers(24, size=24)
-        drawn = [scores[r, c] for r in rows for c in columns if not np.isnan(scores[r, c])]
+        drawn = []
+        for r in rows:
+            for c in columns:
+                if not np.isnan(scores[r, c]):
+                    drawn.append(scores[r, c])
         means += [sum(drawn) / len(drawn)] if drawn else []
     found = bootstrap_seeds(scores)
     assert found is not None
@@ -364,9 +377,14 @@ def test_a_folder_that_yaml_reads_otherwise(
     ],
 )
 def test_a_malformed_study_is_named(
-    before: str, after: str, complaint: str, commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    before: str,
+    after: str,
+    complaint: str,
+    commands: Commands,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     checkout = paper.shipped_folder("configs").resolve().parent
     for name in ("configs", "examples"):
         shutil.copytree(checkout / name, tmp_path / name)

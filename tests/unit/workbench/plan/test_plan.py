@@ -233,7 +233,10 @@ def test_every_model_has_both_objectives_and_precisions() -> None:
 
 
 def test_the_command_needs_no_torch() -> None:
-    code = "import sys; from pacs_megatron.cli import main; c = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(c)"
+    code = (
+        "import sys; from pacs_megatron.cli import main; c = main(sys.argv[1:]); print('torch' in "
+        "sys.modules); sys.exit(c)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", str(BIG)],
         capture_output=True,

@@ -84,7 +84,7 @@ def find(checks: list[Check], key: str) -> Check:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # servers
 def with_server(
     folder: Path, model: Path, *, version: str = "0.5.23", answer: str = ANSWER
@@ -159,7 +159,7 @@ def test_locks_documents_and_preflight_name_one_sglang_for_each_device(
         assert f"requirements/{file}" in (root / "docs" / "operations.md").read_text()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ranks
 def test_ranks_agree_and_measure(tmp_path: Path, model: Path) -> None:
     config = write_tiny_run(tmp_path, model)
@@ -201,7 +201,7 @@ def test_a_layout_that_does_not_fit_the_ranks_is_one_line(tmp_path: Path, model:
     ].message
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # host
 def test_requirements_are_this_packages_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(doctor.version_problems())
