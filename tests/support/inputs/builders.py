@@ -299,6 +299,16 @@ def every_entry_of_the_manifest(world: World, **entry: Any) -> None:
     setup.edit_json(world.checkpoint / "manifest.json", change)
 
 
+def a_second_name_in_the_manifest(world: World, name: str, of: str) -> None:
+    """The manifest lists a file a second time, by another name."""
+
+    def change(tree: dict[str, Any]) -> dict[str, Any]:
+        tree["files"][name] = tree["files"][of]
+        return tree
+
+    setup.edit_json(world.checkpoint / "manifest.json", change)
+
+
 def a_manifest_in_a_list(world: World) -> None:
     """The manifest is the only item of a list."""
     setup.edit_json(world.checkpoint / "manifest.json", lambda tree: [tree])

@@ -89,8 +89,8 @@ def _raw(value: str | list[Any]) -> bytes:
 
 
 def merge(tree: Any, patch: Any) -> Any:
-    """`tree` with the values of `patch`, map by map."""
-    if not isinstance(patch, dict) or not isinstance(tree, dict):
+    """`tree` with the values of `patch`, map by map. An empty map replaces what was there."""
+    if not isinstance(patch, dict) or not patch or not isinstance(tree, dict):
         return patch
     merged = dict(tree)
     for key, value in patch.items():
