@@ -1,4 +1,4 @@
-"""What the cases of tests/inputs/ start from."""
+"""The states that the cases of tests/inputs/ start from."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_the_general_contract(tmp_path: Path, script: str, fault: str) -> None:
         ({"ends": "works"}, "failed with 1"),
         ({"ends": [2]}, "exit code 1, expected one of"),
         ({"error": "BError"}, "the error is no BError"),
-        ({"says": ["run.steps"]}, "no line of the error has"),
+        ({"contains": ["run.steps"]}, "no line of the error has"),
         ({"matches": "y+"}, "in the output"),
         ({"mentions": ["y", "z"]}, "in the output"),
         ({"hides": ["run.seed"]}, "'run.seed' is shown"),
@@ -79,7 +79,7 @@ def test_what_a_case_adds(tmp_path: Path, expected: dict[str, Any], fault: str) 
 
 
 def test_a_case_that_ends_as_it_should(tmp_path: Path) -> None:
-    run(tmp_path, "echo 'AError: run.seed: x'; exit 1", error="AError", says=["run.seed"])
+    run(tmp_path, "echo 'AError: run.seed: x'; exit 1", error="AError", contains=["run.seed"])
 
 
 def test_every_case_has_a_name_and_a_reason() -> None:

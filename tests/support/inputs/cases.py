@@ -24,9 +24,9 @@ class Case:
     """One wrong input."""
 
     name: str
-    """what is wrong, in words"""
+    """the mistake, in words"""
     reason: str
-    """what a user did, and why the outcome matters"""
+    """the user's action, and why the outcome matters"""
     tier: str
     state: str = "a conversion"
     """state of world.py that the case starts from"""
@@ -43,7 +43,7 @@ class Case:
     """exit codes that are right too, and need no line"""
     error: str | list[str] = ""
     """class of the error"""
-    says: list[str] = field(default_factory=list)
+    contains: list[str] = field(default_factory=list)
     """texts that one line of the error has"""
     matches: str = ""
     """a pattern in the output"""
@@ -67,7 +67,7 @@ class Case:
 
 
 _FIELDS = {one.name for one in fields(Case)} - {"name", "reason", "tier", "setup"}
-_LISTS = {"says", "mentions", "shows", "hides", "exists", "absent", "also"}
+_LISTS = {"contains", "mentions", "shows", "hides", "exists", "absent", "also"}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What must be true after a case, beyond the general contract of judge.py."""
+"""Functions that check the world after a case, beyond the general contract of judge.py."""
 
 from __future__ import annotations
 

@@ -181,9 +181,9 @@ def _missing_texts(case: Case, outcome: Outcome, errors: list[str]) -> list[str]
         starts = tuple(f"{name}: " for name in classes)
         if not any(line.startswith(starts) for line in errors):
             faults.append(f"the error is no {' or '.join(classes)}")
-    lines = [line for line in errors if all(text in line for text in case.says)]
-    if outcome.code and case.says and not lines:
-        faults.append(f"no line of the error has {case.says}")
+    lines = [line for line in errors if all(text in line for text in case.contains)]
+    if outcome.code and case.contains and not lines:
+        faults.append(f"no line of the error has {case.contains}")
     if case.matches and not re.search(case.matches, outcome.text):
         faults.append(f"no {case.matches!r} in the output")
     if case.mentions and not any(text in outcome.text for text in case.mentions):

@@ -1,4 +1,4 @@
-"""What a user has before the mistake: a model, data, a run; on request its checkpoints and results.
+"""The user's files before the mistake: a model, data, a run; on request checkpoints and results.
 
 Each state is made once in a test session. A case gets a copy, always at the same path, because
 configurations and checkpoints contain paths.
@@ -125,7 +125,7 @@ _STATES: dict[str, tuple[str | None, Callable[[World], None]]] = {
 
 
 class Prepared:
-    """The states that cases of this session asked for."""
+    """The states that cases of this session start from."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
