@@ -18,6 +18,7 @@ last table has the steps and tokens to 0.9 of the ceiling.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -70,8 +71,9 @@ def settings(objective: str) -> list[Setting]:
         return [SFT, SFT | {"clip": 0.0}]
     if objective == "grpo":
         return [GRPO, GRPO | {"clip": 0.0}, GRPO | {"lr": 1e-4}]
+    rates_and_clips = itertools.product((1e-4, 2e-4, 4e-4), (0.0, 1.0))
     return [
-        *(PACS | {"clip": clip, "lr": lr} for lr in (1e-4, 2e-4, 4e-4) for clip in (0.0, 1.0)),
+        *(PACS | {"clip": clip, "lr": lr} for lr, clip in rates_and_clips),
         *(PACS | {"clip": clip, "lr": 2e-4, "updates": 1} for clip in (0.0, 1.0)),
         *(
             PACS | change
@@ -262,12 +264,10 @@ def differences(rows: list[dict[str, Any]], base: str = "pacs") -> list[str]:
     with its interval.
     """
     groups = _by_setting([row for row in rows if "pass@1" in row])
-    of_base = {
-        row["seed"]: row["pass@1"]
-        for (name, _), found in groups.items()
-        if name == base
-        for row in found
-    }
+    of_base = {}
+    for (name, _), found in groups.items():
+        if name == base:
+            of_base |= {row["seed"]: row["pass@1"] for row in found}
     lines = [
         "",
         f"| objective | seeds | pass@1 less that of {base} | 95 % interval |",
@@ -360,25 +360,18 @@ def main() -> int:
                     options.seeds,
                 )
             )
-        known = (
-            [json.loads(line) for line in options.log.read_text().splitlines()]
-            if options.log.exists()
-            else []
-        )
-        jobs = [
-            (objective, setting, seed)
-            for objective in options.objectives
-            for setting in (
-                [best(objective, options.best_of)]
-                if options.best_of
-                else options.only or settings(objective)
-            )
-            for seed in options.seeds
-            if not any(
-                _setting(row) == setting and _who(row) == (options.task, Path(objective).stem, seed)
-                for row in known
-            )
-        ]
+        known = []
+        if options.log.exists():
+            known = [json.loads(line) for line in options.log.read_text().splitlines()]
+        jobs = []
+        for objective in options.objectives:
+            chosen = options.only or settings(objective)
+            if options.best_of:
+                chosen = [best(objective, options.best_of)]
+            for setting, seed in itertools.product(chosen, options.seeds):
+                who = (options.task, Path(objective).stem, seed)
+                if not any(_setting(row) == setting and _who(row) == who for row in known):
+                    jobs.append((objective, setting, seed))
         with options.log.open("a") as log:
             for row in pool.map(
                 lambda job: measure(job[0], job[1], job[2], folder, task=options.task), jobs

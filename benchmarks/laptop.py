@@ -19,6 +19,7 @@ adds to it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -68,7 +69,7 @@ class PlainLoop:
             for problem in self.problems[self.at : self.at + PROMPTS]
         ]
         self.at = (self.at + PROMPTS) % (len(self.problems) - PROMPTS)
-        repeated = [text for text in texts for _ in range(SAMPLES)]
+        repeated = list(itertools.chain.from_iterable([text] * SAMPLES for text in texts))
         return self.tokenizer(repeated, return_tensors="pt", padding=True, add_special_tokens=False)
 
     def generate(self, prompts: Any) -> torch.Tensor:

@@ -89,10 +89,10 @@ def main() -> int:
             file.write_text(json.dumps(found))
         same = json.loads(file.read_text()) == found
         different += not same
-        print(
-            f"{case:<22} {found[0]} {found[1]} {found[2][:16]} "
-            f"{'' if writes else 'same' if same else 'DIFFERENT'}"
-        )
+        verdict = "same" if same else "DIFFERENT"
+        if writes:
+            verdict = ""
+        print(f"{case:<22} {found[0]} {found[1]} {found[2][:16]} {verdict}")
     return int(different > 0)
 
 

@@ -3,6 +3,7 @@
 `make docs` builds it from the Markdown files as they are read in the repository.
 """
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def add_generated_text(_app: Sphinx, document: str, content: list[str]) -> None:
             title: sorted(HERE.glob(f"{title.lower()}/*.md"))
             for title in ("Measurements", "Decisions")
         }
-        listed = {Path(page).name for pages in _CONTENTS.values() for page in pages} | {"README"}
+        pages = itertools.chain.from_iterable(_CONTENTS.values())
+        listed = {Path(page).name for page in pages} | {"README"}
         folders |= {"Others": sorted(path for path in HERE.glob("*.md") if path.stem not in listed)}
         contents = _CONTENTS | {
             t: [str(path.relative_to(HERE)) for path in found] for t, found in folders.items()

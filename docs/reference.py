@@ -1,5 +1,6 @@
 """Tables of every configuration key, from the schema."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +61,7 @@ def _objects(field: Schema, defs: Schema) -> list[Schema]:
     found = (
         [field["items"]] if "items" in field else [*field.get("oneOf", ()), *field.get("anyOf", ())]
     )
-    return [schema for option in found for schema in _objects(option, defs)]
+    return list(itertools.chain.from_iterable(_objects(option, defs) for option in found))
 
 
 def _choice(variant: Schema) -> str:

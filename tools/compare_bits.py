@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -293,7 +294,8 @@ def sglang(checkout: Checkout) -> Facts:
     (work / "reward.py").write_text(REWARD)
     rows = {
         "train": [
-            {"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)
+            {"problem": f"{a} + {b} = ?", "answer": str(a + b)}
+            for a, b in itertools.product(range(4), repeat=2)
         ],
         "test": [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(4)],
     }

@@ -95,8 +95,8 @@ def _assigns_unrelated_values(node: ast.Assign) -> bool:
 
 
 def _has_inner_conditional(node: ast.IfExp) -> bool:
-    inner = [child for part in ast.iter_child_nodes(node) for child in ast.walk(part)]
-    return any(isinstance(child, ast.IfExp) for child in inner)
+    children = [child for child in ast.walk(node) if child is not node]
+    return any(isinstance(child, ast.IfExp) for child in children)
 
 
 def _has_several_clauses(

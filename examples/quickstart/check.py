@@ -6,6 +6,7 @@ token, so it shares neither weights nor cache with the exported model.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -68,8 +69,10 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
             max_seqlen_q=max(lens),
             max_seqlen_kv=max(lens),
         )
-        ids = torch.tensor([[token for row in open_rows for token in sequences[row]]])
-        positions = torch.tensor([[k for length in lens for k in range(length)]])
+        tokens = list(itertools.chain.from_iterable(sequences[row] for row in open_rows))
+        places = list(itertools.chain.from_iterable(range(length) for length in lens))
+        ids = torch.tensor([tokens])
+        positions = torch.tensor([places])
         with torch.no_grad():
             logits = model(ids, positions, None, packed_seq_params=packed)[0, bounds[1:].long() - 1]
         for row, token in zip(

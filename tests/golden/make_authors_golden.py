@@ -76,9 +76,7 @@ def package(folder: Path) -> Iterator[None]:
     """
     known = set(sys.modules)
     sys.path.insert(0, str(folder))
-    for path in (
-        path for top in folder.iterdir() for path in [top, *top.rglob("*/")] if path.is_dir()
-    ):
+    for path in filter(Path.is_dir, folder.rglob("*")):
         name = ".".join(path.relative_to(folder).parts)
         if not any(f"{name}.".startswith(f"{one}.") for one in EMPTY):
             sys.modules[name] = ModuleType(name)

@@ -3,6 +3,7 @@
 PACS_GOLDEN may name another file.
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -52,10 +53,10 @@ def shuffled_batch(case: dict[str, Any], seed: int) -> tuple[Batch, np.ndarray]:
         lens=lens.tolist(),
     )
     sample_of_token = torch.from_numpy(np.repeat(np.arange(n), lens))
-    flat = {
-        key: torch.tensor([value for row in order for value in case[key][row]], dtype=torch.float64)
-        for key in ("log_probs", "ref_log_probs")
-    }
+    flat = {}
+    for key in ("log_probs", "ref_log_probs"):
+        values = list(itertools.chain.from_iterable(case[key][row] for row in order))
+        flat[key] = torch.tensor(values, dtype=torch.float64)
     assert len(flat["log_probs"]) == lens.sum()
     batch = Batch(
         facts=facts,

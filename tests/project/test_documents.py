@@ -11,16 +11,9 @@ import pytest
 from pacs_megatron.config import load_config
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(
-            path
-            for top in ("docs", "conversion", "examples", "slurm")
-            for path in (ROOT / top).rglob("*.md")
-        ),
-    ]
-)
+DOCUMENTS = sorted(ROOT.glob("*.md"))
+for _folder in ("docs", "conversion", "examples", "slurm"):
+    DOCUMENTS += sorted((ROOT / _folder).rglob("*.md"))
 COLUMNS = 100
 PATH = re.compile(
     r"`((?:pacs_megatron|tests|benchmarks|configs|docs|slurm|tools|requirements)/[\w./*-]+)`"

@@ -37,7 +37,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("workbench.paper",),
     ("cli",),
 )
-HEIGHT = {name: row for row, names in enumerate(ROWS) for name in names}
+HEIGHT: dict[str, int] = {}
+for _row, _names in enumerate(ROWS):
+    HEIGHT |= dict.fromkeys(_names, _row)
 LIGHT = {
     *("errors", "contracts", "objectives", "config", "runtime", "models", "launch", "cli"),
     *("workbench.plan", "workbench.preflight"),

@@ -3,6 +3,7 @@ code.
 """
 
 import io
+import itertools
 import re
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -73,7 +74,7 @@ def complaints(path: Path) -> Iterator[str]:
 
 
 def files(suffix: str, folders: Iterable[str]) -> list[Path]:
-    found = (path for folder in folders for path in (ROOT / folder).rglob(f"*{suffix}"))
+    found = itertools.chain.from_iterable((ROOT / folder).rglob(f"*{suffix}") for folder in folders)
     names = {path: str(path.relative_to(ROOT)) for path in [*found, *ROOT.glob(f"*{suffix}")]}
     return sorted(path for path, name in names.items() if name not in EXEMPT)
 

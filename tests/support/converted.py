@@ -39,7 +39,7 @@ def fill_from_checkpoint(policy: Any, folder: Path) -> None:
         )
 
 
-def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: str = "fp32") -> None:
+def check_loading(hf: Path, checkpoint: Path, layout: dict[str, Any], dtype: Any = "fp32") -> None:
     """The weights that the policy exports after loading are those of the folder, bit for bit."""
     options = {k: v for k, v in layout.items() if k != "world"}
 

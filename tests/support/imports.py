@@ -10,15 +10,12 @@ def imports(tree: ast.Module, module: str) -> Iterator[tuple[str, int, bool]]:
     """(imported module, line, at module level) of every import, wherever it stands, TYPE_CHECKING
     blocks included.
     """
-    local = {
-        id(node)
-        for function in ast.walk(tree)
-        if is_function(function)
-        for node in ast.walk(function)
-    }
-    typing_only = {
-        id(node) for block in ast.walk(tree) if is_typing_block(block) for node in ast.walk(block)
-    }
+    local = set()
+    for function in filter(is_function, ast.walk(tree)):
+        local |= {id(node) for node in ast.walk(function)}
+    typing_only = set()
+    for block in filter(is_typing_block, ast.walk(tree)):
+        typing_only |= {id(node) for node in ast.walk(block)}
     for node in ast.walk(tree):
         at_start = id(node) not in local and id(node) not in typing_only
         if isinstance(node, ast.Import):

@@ -29,17 +29,18 @@ def requests_for(
     run_seed: int = 0,
 ) -> list[SampleRequest]:
     """`samples` requests for each prompt, siblings adjacent."""
-    return [
-        SampleRequest(
-            id=f"0:p/{number}#{index}",
-            prompt_id=f"p/{number}",
-            token_ids=np.array(prompt, dtype=np.int32),
-            seed=sample_seed(run_seed, 0, f"p/{number}", index),
-            params=params if params is not None else sampling(),
-        )
-        for number, prompt in enumerate(prompts)
-        for index in range(samples)
-    ]
+    requests = []
+    for number, prompt in enumerate(prompts):
+        for index in range(samples):
+            request = SampleRequest(
+                id=f"0:p/{number}#{index}",
+                prompt_id=f"p/{number}",
+                token_ids=np.array(prompt, dtype=np.int32),
+                seed=sample_seed(run_seed, 0, f"p/{number}", index),
+                params=params if params is not None else sampling(),
+            )
+            requests.append(request)
+    return requests
 
 
 def random_prompts(
@@ -56,11 +57,10 @@ def checkpoint_weights(folder: Path) -> list[tuple[str, Any]]:
     """(name, tensor) of a folder's safetensors: as an export of the same policy yields them."""
     from safetensors.torch import load_file
 
-    return [
-        item
-        for file in sorted(folder.glob("*.safetensors"))
-        for item in sorted(load_file(file).items())
-    ]
+    tensors = []
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors += sorted(load_file(file).items())
+    return tensors
 
 
 def fill(engine: Any, weights: Iterable[tuple[str, Any]], version: int = 0) -> str:

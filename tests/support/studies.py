@@ -32,7 +32,7 @@ CALL = "import sys; from tests.support.studies import call; sys.exit(call(*sys.a
 
 def call(configs: str, folder: str, *more: str) -> int:
     """`pacs-megatron paper` with the study of `configs`, in this process."""
-    paper.shipped_folder = lambda name: Path(configs)
+    paper.shipped_folder = lambda name: Path(configs)  # type: ignore[attr-defined]
     names = ("table2", "table3", "figure5")
     # An untrained model has no right answers: labels are a function of the text.
     reward = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -62,7 +63,9 @@ def write_tiny_run(folder: Path, model: Path, delay_s: float = 0.0) -> Path:
 
     The verifier takes `delay_s` per response, so that a test can stop a run in the middle.
     """
-    rows = [{"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    rows = []
+    for a, b in itertools.product(range(4), repeat=2):
+        rows.append({"problem": f"{a} + {b} = ?", "answer": str(a + b)})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD.format(delay_s=delay_s))
     path = folder / "run.yaml"

@@ -4,6 +4,7 @@ bf16 policies.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=[] if (name, layout) in CASES else pytest.mark.full)
-        for name in OBJECTIVES
-        for layout in LAYOUTS
+        pytest.param(*case, marks=[] if case in CASES else pytest.mark.full)
+        for case in itertools.product(OBJECTIVES, LAYOUTS)
     ],
 )
 def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(

@@ -37,16 +37,12 @@ FULL_LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "llama": [ONE, TP2, TP2PP2],
     "mistral": [ONE, PP2, TP2PP2],
 }
-RUNS = [
-    pytest.param(case, layout, id=f"{case}-{layout}")
-    for case, found in LAYOUTS.items()
-    for layout in found
-]
-RUNS += [
-    pytest.param(case, layout, id=f"{case}-{layout}", marks=pytest.mark.full)
-    for case, found in FULL_LAYOUTS.items()
-    for layout in found
-]
+RUNS = []
+for case, layouts in LAYOUTS.items():
+    RUNS += [pytest.param(case, layout, id=f"{case}-{layout}") for layout in layouts]
+for case, layouts in FULL_LAYOUTS.items():
+    for layout in layouts:
+        RUNS.append(pytest.param(case, layout, id=f"{case}-{layout}", marks=pytest.mark.full))
 
 
 def reference_logits(folder: Path, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -137,7 +137,9 @@ def test_three_updates_equal_transformers(expected_of: Any, name: str) -> None:
         return before, numbers, exported if rank == 0 else None
 
     results = run_ranks(on_rank, world)
-    before = {row: value for result in results for row, value in result[0].items()}
+    before = {}
+    for result in results:
+        before |= result[0]
     assert len(before) == STEPS[0][0].num_samples
     for row, logprobs in enumerate(expected.logprobs):
         np.testing.assert_allclose(before[row], logprobs, atol=2e-5)

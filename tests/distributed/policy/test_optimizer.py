@@ -45,15 +45,10 @@ def state_of(policy: Any) -> list[torch.Tensor]:
         for p in model.parameters():
             tensors.append(p.detach().clone())
     for adam in policy.optimizer.optimizers():
-        tensors += [
-            p.detach().clone() for group in adam.optimizer.param_groups for p in group["params"]
-        ]
-        tensors += [
-            v.clone()
-            for s in adam.optimizer.state.values()
-            for v in s.values()
-            if torch.is_tensor(v)
-        ]
+        for group in adam.optimizer.param_groups:
+            tensors += [p.detach().clone() for p in group["params"]]
+        for state in adam.optimizer.state.values():
+            tensors += [value.clone() for value in state.values() if torch.is_tensor(value)]
     return tensors
 
 

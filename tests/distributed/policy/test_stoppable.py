@@ -4,6 +4,7 @@ nothing changed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -122,7 +123,8 @@ def test_every_rank_leaves_the_pass(
             else:
                 policy.logprobs(minibatch, "reference", stop.is_set)
         counter.close()
-        after = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
+        parameters = itertools.chain.from_iterable(chunk.parameters() for chunk in policy.chunks)
+        after = [parameter.detach() for parameter in parameters]
         return {
             "real": counter.real,
             "planned": len(minibatch.plan.by_dp_rank[policy.rank.dp]),

@@ -4,6 +4,7 @@ stop loses nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -91,9 +92,8 @@ def test_max_staleness_determines_the_weights_that_sample_each_step(
         facts, tokens, responses = sampler.sample(step, run_dir, origin)
         logged = {sample["id"]: sample for sample in read_rollouts(rollout_path(run_dir, step))}
         assert {sample_id: sample["response"] for sample_id, sample in logged.items()} == responses
-        assert {span["version"] for sample in logged.values() for span in sample["spans"]} == {
-            origin
-        }
+        spans = itertools.chain.from_iterable(sample["spans"] for sample in logged.values())
+        assert {span["version"] for span in spans} == {origin}
         starts = trainer.logprobs(facts, tokens)
         loss, norm = trainer.update(facts, tokens, pacs_loss(starts, facts))
         row = rows[step - 1]

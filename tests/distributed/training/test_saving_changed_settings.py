@@ -4,6 +4,7 @@ other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -219,12 +220,8 @@ def test_every_key_that_changes_an_update_has_a_case() -> None:
     models = {"precision": PrecisionOptions, "policy": PolicyOptions, "batch": BatchOptions}
     for section, model in (models | {"optimizer": OptimizerOptions}).items():
         keys |= set(keys_of(model, f"{section}."))
-    changed = {
-        key
-        for case in CHANGED.values()
-        for key in changed_keys(case.later)
-        if not key.startswith("rollout.")
-    }
+    keys = itertools.chain.from_iterable(changed_keys(case.later) for case in CHANGED.values())
+    changed = {key for key in keys if not key.startswith("rollout.")}
     changed |= {f"optimizer.{name}" for name in CHANGES} | set(ELSEWHERE)
     assert {key for key in keys if not key.startswith(FIXED_KEYS)} == changed
 
@@ -282,9 +279,8 @@ MOE: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-dp4-distopt": (4, {"ep": 2, "distributed_optimizer": True}),
 }
 SAVED = {
-    f"{family}-{saved}": (family, saved)
-    for family, layouts in (("qwen3", DENSE), ("qwen3_moe", MOE))
-    for saved in layouts
+    **{f"qwen3-{saved}": ("qwen3", saved) for saved in DENSE},
+    **{f"qwen3_moe-{saved}": ("qwen3_moe", saved) for saved in MOE},
 }
 
 

@@ -8,6 +8,7 @@ bits for every staleness, every interruption and every order of arrival.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -190,7 +191,8 @@ def test_evaluations_in_between_have_exactly_the_weights_of_their_step(
     for step in range(4):
         samples = read_rollouts(rollout_path(run_dir, step, "eval"))
         assert len(samples) == 12
-        assert {span["version"] for sample in samples for span in sample["spans"]} == {step}
+        spans = itertools.chain.from_iterable(sample["spans"] for sample in samples)
+        assert {span["version"] for span in spans} == {step}
     # Eight at a time: the evaluation before the first step was requested while 48 training requests
     # waited, and has priority.
     arrived = [body["rid"] for body in server.bodies]

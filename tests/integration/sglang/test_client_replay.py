@@ -5,6 +5,7 @@ the same weights, metrics and rollouts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -158,7 +159,8 @@ def test_a_run_is_the_same_bits_given_the_recorded_samples(
     finish(start(tmp_path / "recorded", lab.folders[0], lab.url, **options, sync=sync))
     recorded, replayed = (tmp_path / name / "runs" / "tiny" for name in ("recorded", "replayed"))
     with RecordedSglang(recorded) as server:
-        train = [server.samples[sample_id] for step in server.steps.values() for sample_id in step]
+        ids = itertools.chain.from_iterable(server.steps.values())
+        train = [server.samples[sample_id] for sample_id in ids]
         assert len(train) == STEPS * PROMPTS * SIBLINGS
         is_mixed = any(len(weights_of(sample)) > 1 for sample in train)
         assert is_mixed == (max_staleness > 0 and pause != "abort")

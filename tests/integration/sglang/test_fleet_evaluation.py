@@ -151,11 +151,11 @@ def test_killed_server_and_killed_client_lose_and_repeat_nothing(tmp_path: Path)
     for row in range(16):
         for index in range(DRAWS):
             expected.add(f"eval0:sums/{row}#{index}")
-    expected |= {f"eval0:few/{row}#{index}" for row in range(4) for index in range(6)}
+    for row in range(4):
+        expected |= {f"eval0:few/{row}#{index}" for index in range(6)}
     assert len(ids) == len(set(ids)) and set(ids) == expected
-    assert {span["digest"] for record in records for span in record["spans"]} == {
-        header["produced_by"]["weights"]
-    }
+    spans = itertools.chain.from_iterable(record["spans"] for record in records)
+    assert {span["digest"] for span in spans} == {header["produced_by"]["weights"]}
     check_statistics(client.out, records)
 
 
@@ -168,7 +168,7 @@ def check_statistics(out: Path, records: list[dict[str, Any]]) -> None:
             [r["label"] for r in mine if r["prompt_id"] == f"{name}/{row}"]
             for row in range(problems)
         ]
-        assert {label for row in labels for label in row} == {0, 1}
+        assert set(itertools.chain.from_iterable(labels)) == {0, 1}
         for k in ks:
             direct = sum(direct_pass_at_k(row, k) for row in labels) / problems
             found = results["metrics"][f"eval/{name}/pass@{k}"]

@@ -136,12 +136,11 @@ def _rank_log(run: FleetRun) -> str:
 
 def _check_running(pids: list[int], url: str) -> None:
     """Loopback only; the key is required, and is on no command line and in no log."""
-    listening = {
-        c.laddr.ip
-        for pid in pids
-        for c in psutil.Process(pid).net_connections(kind="inet")
-        if c.status == psutil.CONN_LISTEN
-    }
+    listening = set()
+    for pid in pids:
+        for connection in psutil.Process(pid).net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                listening.add(connection.laddr.ip)
     assert listening == {"127.0.0.1"}
     for key in (None, "another"):
         with pytest.raises(ServerRejectedError, match="HTTP 401"):

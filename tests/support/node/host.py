@@ -282,14 +282,14 @@ def run_on_gpu(
 
 def live_bytes(policy: Any) -> int:
     """Bytes of the storages of weights, gradients and optimizer state on the device."""
-    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
-    tensors = [
-        tensor
-        for one in parameters
-        for tensor in (one.data, one.grad, getattr(one, "main_grad", None))
-    ]
+    tensors = []
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            tensors += [parameter.data, parameter.grad, getattr(parameter, "main_grad", None)]
     for part in policy.optimizer.optimizers():
-        tensors += [one.data for group in part.optimizer.param_groups for one in group["params"]]
-        tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
+        for group in part.optimizer.param_groups:
+            tensors += [parameter.data for parameter in group["params"]]
+        for state in part.optimizer.state.values():
+            tensors += state.values()
     storages = [tensor.untyped_storage() for tensor in tensors if torch.is_tensor(tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

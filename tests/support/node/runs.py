@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -61,7 +62,8 @@ class NodeRun:
     def overrides(self, model: Path, python: list[str]) -> tuple[str, ...]:
         folder = self.folder
         rows = [
-            {"problem": f"{a} + {b} = ?", "answer": str(a + b)} for a in range(4) for b in range(4)
+            {"problem": f"{a} + {b} = ?", "answer": str(a + b)}
+            for a, b in itertools.product(range(4), repeat=2)
         ]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "reward.py").write_text(REWARD.format(delay_s=0))
@@ -165,7 +167,7 @@ class NodeRun:
             logs = [path.read_text() for path in sorted(self.folder.glob("serve*.log"))]
             assert all(process.poll() is None for process in serving), logs
             time.sleep(0.1)
-        return [url for file in files for url in file.read_text().split()]
+        return list(itertools.chain.from_iterable(file.read_text().split() for file in files))
 
 
 def _flow(value: Any) -> str:
@@ -191,8 +193,8 @@ def check_run(run: NodeRun) -> None:
         "step_000001",
         "step_000002",
     }
-    servers = [server for host in run.hosts for server in host["servers"]]
-    ended = [reason for host in run.hosts for reason in host["ended"]]
+    servers = list(itertools.chain.from_iterable(host["servers"] for host in run.hosts))
+    ended = list(itertools.chain.from_iterable(host["ended"] for host in run.hosts))
     assert all(reason.endswith("its process was killed") for reason in ended), (
         ended
     )  # at the end of the run

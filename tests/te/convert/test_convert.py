@@ -4,6 +4,7 @@ modules.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,11 @@ LAYOUTS = {
     "ep2": {"ep": 2},
 }
 PAIRWISE = {("qwen3", "tp2-sp", "blockwise"), ("qwen2", "pp2", "delayed"), ("moe", "ep2", None)}
-ALL = [
-    pytest.param(*case, marks=[] if case in PAIRWISE else [pytest.mark.campaign])
-    for family in FAMILIES
-    for layout in LAYOUTS
-    for recipe in RECIPES
-    if (layout != "ep2" or family == "moe") and (case := (family, layout, recipe))
-]
+ALL = []
+for _case in itertools.product(FAMILIES, LAYOUTS, RECIPES):
+    if _case[1] != "ep2" or _case[0] == "moe":
+        marks = [] if _case in PAIRWISE else [pytest.mark.campaign]
+        ALL.append(pytest.param(*_case, marks=marks))
 
 
 @pytest.mark.parametrize(("family", "layout", "recipe"), ALL)

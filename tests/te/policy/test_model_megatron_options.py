@@ -4,6 +4,7 @@ dispatcher.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ def test_the_default_reads_their_checkpoints_and_they_read_its(
             if isinstance(part, dict):
                 for entry in part.values():
                     entries.append(entry)
-        boxes = [box for entry in entries for boxes in entry.values() for box in boxes]
+        boxes = []
+        for entry in entries:
+            boxes += itertools.chain.from_iterable(entry.values())
         return {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
 
     def written(given: dict[str, Any], path: Path) -> Any:

@@ -4,6 +4,7 @@ table.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def _case(family: str, recipe: str | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe"), [_case(family, recipe) for family in FAMILIES for recipe in RECIPES]
+    ("family", "recipe"), [_case(*pair) for pair in itertools.product(FAMILIES, RECIPES)]
 )
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_names_shapes_and_checkpoint_keys(

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_mini_batches_hold_whole_groups_of_even_number(facts: SampleFacts, num_p
     assert len(minibatches) == min(num_parts, facts.num_groups)
     assert sorted(np.concatenate(minibatches).tolist()) == list(range(facts.num_samples))
     group_sets = [set(facts.groups[rows].tolist()) for rows in minibatches]
-    assert all(a.isdisjoint(b) for i, a in enumerate(group_sets) for b in group_sets[:i])
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(group_sets, 2))
     counts = [len(groups) for groups in group_sets]
     assert max(counts) - min(counts) <= 1
 
@@ -76,7 +77,7 @@ def test_a_plan_holds_every_sample_once_within_the_budget(
 ) -> None:
     plan = plan_microbatches(facts, layout=layout, tokens_per_microbatch=BUDGET)
     assert len(plan.by_dp_rank) == layout.dp
-    rows = np.concatenate([rows for batches in plan.by_dp_rank for rows in batches])
+    rows = np.concatenate(list(itertools.chain.from_iterable(plan.by_dp_rank)))
     assert sorted(rows.tolist()) == list(range(facts.num_samples))
     for batches in plan.by_dp_rank:
         assert all(int(facts.lens[rows].sum()) <= BUDGET for rows in batches)

@@ -8,6 +8,7 @@ itself. Checks, messages and `config explain` do not count: they act on nothing.
 """
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def read_by_properties(files: list[Reads]) -> set[tuple[str, str]]:
         (PACKAGE / "config" / f"{name}_options.py").read_text(encoding="utf-8")
         for name in ("rollout", "reward")
     ]
-    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+    for node in itertools.chain.from_iterable(ast.walk(ast.parse(source)) for source in sources):
         for function in node.body if isinstance(node, ast.ClassDef) else ():
             if (
                 isinstance(function, ast.FunctionDef)
@@ -134,7 +135,8 @@ def test_every_key_is_read() -> None:
             owner.__name__,
             *(name for name, members in named.items() if owner.__name__ in members),
         ]
-        if not any(reads.reads(section, name, field) for reads in files for name in owners):
+        pairs = itertools.product(files, owners)
+        if not any(reads.reads(section, name, field) for reads, name in pairs):
             unread.append(f"{key} ({owner.__name__})")
     assert not unread, "read by nothing: " + ", ".join(unread)
 

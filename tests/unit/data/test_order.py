@@ -1,3 +1,4 @@
+import itertools
 import json
 import subprocess
 import sys
@@ -57,7 +58,11 @@ def test_an_epoch_depends_on_seed_and_epoch_only():
     assert epochs(1, 3) == first
     assert len({tuple(epoch) for epoch in first + epochs(2, 3)}) == 6
     by_fours = PromptOrder(60, 1, shuffle=True)
-    assert [[prompt for _ in range(15) for prompt in by_fours.take(4)] for _ in range(3)] == first
+    epochs = []
+    for _ in range(3):
+        takes = [by_fours.take(4) for _ in range(15)]
+        epochs.append(list(itertools.chain.from_iterable(takes)))
+    assert epochs == first
 
 
 def test_without_shuffle_the_files_order():

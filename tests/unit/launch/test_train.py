@@ -1,5 +1,6 @@
 """Starting ranks under torchrun: exit codes, signals, and nothing left behind."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -90,7 +91,7 @@ def test_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     assert start_ranks([PROBE, str(tmp_path), "listen"], 2, tmp_path / "exit_code") == 0
     found = [path.read_text().split() for path in tmp_path.glob("listening_*")]
     assert len(found) == 2 and all(found)
-    assert {address for addresses in found for address in addresses} <= {
+    assert set(itertools.chain.from_iterable(found)) <= {
         "127.0.0.1",
         "::1",
         "::ffff:127.0.0.1",

@@ -186,6 +186,13 @@ def test_a_truncated_response_has_label_0_for_every_verdict() -> None:
     assert judged == [0, 1]
 
 
+def labels_of(groups) -> list[int | None]:
+    labels = []
+    for group in groups:
+        labels += [sample.label for sample in group.samples]
+    return labels
+
+
 def test_shuffled_labels_keep_their_number_and_their_rewards_and_change_with_the_step() -> None:
     """Objectives that train on rewards need shuffled rewards."""
     groups = [
@@ -200,13 +207,10 @@ def test_shuffled_labels_keep_their_number_and_their_rewards_and_change_with_the
         for s in g.samples:
             shuffled.append(s)
     assert all(s.reward == s.label - 0.5 for s in shuffled)
-    labels = [
-        [s.label for g in shuffle_labels(groups, seed=1, step=step) for s in g.samples]
-        for step in (1, 1, 2)
-    ]
+    labels = [labels_of(shuffle_labels(groups, seed=1, step=step)) for step in (1, 1, 2)]
     assert labels[0] == labels[1] != labels[2]
     assert sum(labels[0]) == 32
-    assert labels[0] != [s.label for g in groups for s in g.samples]
+    assert labels[0] != labels_of(groups)
 
 
 def test_errors_keep_their_name_and_exit_code_across_processes() -> None:

@@ -4,6 +4,7 @@ abandoned requests.
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
@@ -138,7 +139,7 @@ def test_stale_groups_are_dropped_whole_and_counted() -> None:
 )
 def test_the_buffer_keeps_every_sample_and_every_verdict(states: list[str]) -> None:
     steps = [rollouts(3, 0), rollouts(4, 2)]
-    requests = [request for w in steps for request in w.requests]
+    requests = list(itertools.chain.from_iterable(step.requests for step in steps))
     for number, (request, state) in enumerate(zip(requests, states, strict=True)):
         owner = steps[number // 4]
         found = sample(request, "a", "b")

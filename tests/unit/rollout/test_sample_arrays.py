@@ -68,7 +68,8 @@ def test_records_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
     truncate_after(tmp_path, 1, trained=1)
     left = {path.name for path in (tmp_path / "rollouts").iterdir()}
     assert left == {
-        f"{kind}_000001.{suffix}"
-        for kind in ("step", "eval")
-        for suffix in ("jsonl", "safetensors")
+        "step_000001.jsonl",
+        "step_000001.safetensors",
+        "eval_000001.jsonl",
+        "eval_000001.safetensors",
     }

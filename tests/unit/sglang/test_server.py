@@ -420,8 +420,5 @@ def test_the_log_lines_that_long_tests_wait_for_exist(line: str) -> None:
     test-full` only.
     """
     package = Path(sglang.__file__).parents[1]
-    assert any(
-        line in path.read_text()
-        for folder in ("sglang", "rollout")
-        for path in package.glob(f"{folder}/*.py")
-    )
+    paths = [*package.glob("sglang/*.py"), *package.glob("rollout/*.py")]
+    assert any(line in path.read_text() for path in paths)

@@ -44,7 +44,8 @@ def test_only_servers_on_the_trainers_gpus(place: dict[str, Any], released: list
         sync=SglangSync(transport="disk"),
         **place,
     )
-    recorder, returned = Recorder(), []  # type: ignore[var-annotated]
+    recorder = Recorder()
+    returned = []  # type: ignore[var-annotated]
     world: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=options),
         channel=SimpleNamespace(

@@ -89,7 +89,7 @@ def test_probability_of_improvement_is_the_mann_whitney_statistic_by_task() -> N
         wins = []
         for a in x[:, task]:
             for b in y[:, task]:
-                wins.append(1.0 if a > b else 0.5 if a == b else 0.0)
+                wins.append(1.0 if a > b else 0.5 * (a == b))
         direct.append(sum(wins) / len(wins))
     assert probability_of_improvement(x, y) == pytest.approx(np.mean(direct))
     assert probability_of_improvement(y, x) == pytest.approx(1 - np.mean(direct))

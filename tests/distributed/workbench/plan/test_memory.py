@@ -80,9 +80,9 @@ def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -
         for chunk in policy.chunks:
             for p in chunk.parameters():
                 parameters.append(p)
-        buffers = [
-            b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
+        buffers = []
+        for chunk in policy.chunks:
+            buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
         moments = masters = 0
         weights = {p.data_ptr() for p in parameters}
         for part in policy.optimizer.optimizers():
@@ -112,11 +112,11 @@ def live_bytes(folder: Path, world: int, dtype: str, parallel: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(
-            case, dtype, marks=[] if case in QUICK and dtype == "bf16" else pytest.mark.full
-        )
-        for case in CASES
-        for dtype in ("bf16", "fp32")
+        *(
+            pytest.param(case, "bf16", marks=[] if case in QUICK else pytest.mark.full)
+            for case in CASES
+        ),
+        *(pytest.param(case, "fp32", marks=pytest.mark.full) for case in CASES),
     ],
 )
 def test_bytes_are_exact(case: str, dtype: str, tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_tensor_parallel_parts(tp: int, num_kv_heads: int) -> None:
         heads = range(rank * num_heads // tp, (rank + 1) * num_heads // tp)
         groups = sorted({head * num_kv_heads // num_heads for head in heads})
         rows = [q[h * HEAD : (h + 1) * HEAD] for h in heads]
-        rows += [w[g * HEAD : (g + 1) * HEAD] for w in (k, v) for g in groups]
+        for weight in (k, v):
+            rows += [weight[g * HEAD : (g + 1) * HEAD] for g in groups]
         assert expected.by_name["model.layers.3.self_attn.qkv_proj.weight"][rank] == reference(
             torch.cat(rows)
         )

@@ -4,6 +4,7 @@ again.
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def test_one_model_after_the_other_and_a_restarted_server(tmp_path: Path) -> Non
                 answered = second.answered
                 samples += sampler.stream(requests("b"))
                 assert second.answered > answered
-                assert {span.digest for sample in samples for span in sample.spans} == {digest}
+                spans = itertools.chain.from_iterable(sample.spans for sample in samples)
+                assert {span.digest for span in spans} == {digest}
                 assert set(second.held) == set(folder.names)
         assert not list((tmp_path / "servers" / "weights").glob("v*"))

@@ -8,6 +8,7 @@ tests/integration/workbench/paper/test_study.py.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -58,7 +59,9 @@ class Commands:
     @staticmethod
     def place(words: list[str]) -> str:
         names = [word.partition("=")[2] for word in words if word.startswith("run.name=")]
-        return names[0] if names else Path(words[-1] if words[0] == "-c" else words[1]).name
+        if names:
+            return names[0]
+        return Path(words[-1] if words[0] == "-c" else words[1]).name
 
     def inputs(self, words: list[str]) -> None:
         Path(words[-1]).mkdir(parents=True)
@@ -160,7 +163,8 @@ def check_figures(folder: Path) -> None:
     """The values of table2.json are means over seeds and problems of Chen's pass@k."""
     cells = json.loads((folder / "table2.json").read_text())
     assert [(c["method"], c["metric"]) for c in cells] == [
-        (m, f"pass@{k}") for m in ("base", "ppo", "grpo", "pacs") for k in (1, 4, 8)
+        (method, f"pass@{k}")
+        for method, k in itertools.product(("base", "ppo", "grpo", "pacs"), (1, 4, 8))
     ]
     for cell in cells:
         found = list(folder.glob(f"tiny-{cell['method']}*/eval/results.json"))
