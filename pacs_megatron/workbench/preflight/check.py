@@ -20,26 +20,35 @@ class Check:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<4}  {self.key}: {self.message}{f' -> {self.fix}' if self.fix else ''}"
+        line = f"{self.level:<4}  {self.key}: {self.message}"
+        return f"{line} -> {self.fix}" if self.fix else line
 
 
 def judged(
     key: str, is_good: bool, message: str, fix: str = "", otherwise: Level = "fail"
 ) -> Check:
     """`ok`, or the level `otherwise` with the fix."""
-    return Check("ok", key, message) if is_good else Check(otherwise, key, message, fix)
+    if is_good:
+        return Check("ok", key, message)
+    return Check(otherwise, key, message, fix)
 
 
 def attempt(key: str, action: Callable[[], str], fix: str = "") -> Check:
-    """`ok` with the text that `action` returns, or `fail` with its PacsError, which contains the
-    fix.
+    """`ok` with the text that `action` returns, or `fail`.
 
-    An unreadable file or folder is also a failure.
+    Args:
+        key: of the check.
+        action: raises PacsError, whose text contains a fix, or OSError for an unreadable file or
+            folder.
+        fix: in addition to that of the error.
     """
     try:
         return Check("ok", key, action())
     except PacsError as error:
-        return Check("fail", key, " ".join(str(error).split("\n")), fix)
+        one_line = " ".join(str(error).split("\n"))
+        return Check("fail", key, one_line, fix)
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        text = str(error)
+        if error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
         return Check("fail", key, text, fix or "correct the path or its permissions")

@@ -9,7 +9,15 @@ from pacs_megatron.workbench.preflight.run import render
 
 
 def run_preflight(*, as_json: bool, **options: Any) -> tuple[str, int] | int:
-    """(text to print, exit code), or the exit code alone on a rank that prints nothing."""
+    """Runs all checks.
+
+    Args:
+        as_json: whether the text is JSON.
+        options: arguments of `run_everywhere`.
+
+    Returns:
+        The text to print and the exit code, or the exit code alone on a rank that prints nothing.
+    """
     with report_wait("for the checks, which are printed together"):
         checks = run_everywhere(**options)
     failed = any(check.level == "fail" for check in checks)

@@ -37,46 +37,62 @@ _TIMEOUT_S = 30.0
 
 
 def report() -> str:
-    """The findings as a table, and a summary of the machine's abilities; `none`: optional and
+    """The results as a table, and a summary of the machine's abilities; `none`: optional and
     absent.
     """
-    own = (cuda(), transformer_engine(), apex(), _sglang(), _sandbox(), _slurm(), _nemo_run())
-    rows = [*python(), *packages(), *own]
+    rows = [
+        *python(),
+        *packages(),
+        cuda(),
+        transformer_engine(),
+        apex(),
+        _sglang(),
+        _sandbox(),
+        _slurm(),
+        _nemo_run(),
+    ]
     width = max(len(row.key) for row in rows)
+    table = [str(replace(row, key=f"{row.key:<{width}}")) for row in rows]
+    return "\n".join([*table, "", *_abilities(rows)])
+
+
+def _abilities(rows: list[Check]) -> list[str]:
+    """One line for each thing that this machine can or cannot do."""
     is_ok = {row.key: row.level == "ok" for row in rows}
     cpu = all(is_ok[name] for name in REQUIRED)
     gpu = cpu and is_ok["CUDA"] and is_ok["transformer-engine"]
+    sglang = is_ok["SGLang"]
     slurm = is_ok["Slurm"]
+    submit = slurm and is_ok["nemo-run"]
     words = {True: "yes", False: "no"}
-    return "\n".join(
-        [
-            *(str(replace(row, key=f"{row.key:<{width}}")) for row in rows),
-            "",
-            f"train on CPU (gloo): {words[cpu]}",
-            f"train on GPU in bf16 and FP8: {words[gpu]} (FP8 needs sm_89 or later)",
-            f"sample with SGLang: {words[is_ok['SGLang']]} (the embedded engine needs nothing "
-            "more)",
-            f"submit to Slurm: {words[slurm]} by sbatch; by `submit`: "
-            f"{words[slurm and is_ok['nemo-run']]}",
-        ]
-    )
+    return [
+        f"train on CPU (gloo): {words[cpu]}",
+        f"train on GPU in bf16 and FP8: {words[gpu]} (FP8 needs sm_89 or later)",
+        f"sample with SGLang: {words[sglang]} (the embedded engine needs nothing more)",
+        f"submit to Slurm: {words[slurm]} by sbatch; by `submit`: {words[submit]}",
+    ]
 
 
+# ------------------------------------------------------------------------- Python and its packages
 def python() -> Iterator[Check]:
-    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    yield judged("Python", good, platform.python_version(), "use Python 3.11 or 3.12")
+    """The interpreter, the machine, and the folder of the shipped files."""
+    is_supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    yield judged("Python", is_supported, platform.python_version(), "use Python 3.11 or 3.12")
+
     cores = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory().total / 2**30
-    yield Check("ok", "machine", f"{platform.platform()}, {cores} cores, {memory:.0f} GiB memory")
+    memory_gib = psutil.virtual_memory().total / 2**30
+    machine = f"{platform.platform()}, {cores} cores, {memory_gib:.0f} GiB memory"
+    yield Check("ok", "machine", machine)
+
     yield Check("ok", "shipped files", f"configs and slurm in {shipped_folder('configs').parent}")
 
 
 def packages() -> Iterator[Check]:
     """The required packages, and one failure for every other requirement that is not met."""
-    broken = {check.key: check for check in version_problems()}
+    problems = {check.key: check for check in version_problems()}
     for name in REQUIRED:
-        yield broken.pop(name, Check("ok", name, str(installed(name))))
-    yield from broken.values()
+        yield problems.pop(name, Check("ok", name, str(installed(name))))
+    yield from problems.values()
 
 
 def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
@@ -84,105 +100,119 @@ def version_problems(package: str = "pacs-megatron") -> Iterator[Check]:
     try:
         lines = requires(package) or []
     except PackageNotFoundError:
-        yield Check(
-            "warn",
-            "software",
-            f"{package} is not installed: its requirements cannot be read",
-            "make install",
-        )
+        message = f"{package} is not installed: its requirements cannot be read"
+        yield Check("warn", "software", message, "make install")
         return
-    for wanted in map(Requirement, lines):
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+
+    for line in lines:
+        requirement = Requirement(line)
+        # The requirements of an extra do not apply.
+        marker = requirement.marker
+        if marker is not None and not marker.evaluate({"extra": ""}):
             continue
-        found = installed(wanted.name)
-        if found is None or not wanted.specifier.contains(
-            Version(found).base_version, prereleases=True
-        ):
-            state = "not installed" if found is None else f"{found} is installed"
-            yield Check(
-                "fail", wanted.name, f"{state}, {wanted.specifier} is required", "make install"
-            )
+
+        version = installed(requirement.name)
+        specifier = requirement.specifier
+        if version is None:
+            state = "not installed"
+        elif specifier.contains(Version(version).base_version, prereleases=True):
+            continue
+        else:
+            state = f"{version} is installed"
+        yield Check("fail", requirement.name, f"{state}, {specifier} is required", "make install")
 
 
+# -------------------------------------------------------------------------------------------- GPUs
 def cuda() -> Check:
+    """torch's CUDA, the driver, NCCL and the GPUs."""
     if installed("torch") is None:
         return Check("none", "CUDA", "unknown without torch")
     import torch
 
     driver = driver_version()
     if not torch.cuda.is_available():
-        built = (
-            f"torch is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "torch is a CPU build"
-        )
+        build = "torch is a CPU build"
+        if torch.version.cuda:
+            build = f"torch is built for CUDA {torch.version.cuda}"
         if driver is None:
-            return Check(
-                "none", "CUDA", f"{built}, no NVIDIA driver", "training runs on CPU over gloo"
-            )
-        fix = "install torch for your CUDA (README, Install), or a newer driver; nvidia-smi names its CUDA"
-        return Check("fail", "CUDA", f"{built}, driver {driver}, and it finds no GPU", fix)
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    kinds = {
-        f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor})"
-        for gpu in gpus
-    }
-    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-    found = f"{torch.version.cuda}, driver {driver}, NCCL {nccl}, {len(gpus)} GPUs: {', '.join(sorted(kinds))}"
-    return Check("ok", "CUDA", found)
+            fix = "training runs on CPU over gloo"
+            return Check("none", "CUDA", f"{build}, no NVIDIA driver", fix)
+        fix = (
+            "install torch for your CUDA (README, Install), or a newer driver; nvidia-smi names "
+            "its CUDA"
+        )
+        return Check("fail", "CUDA", f"{build}, driver {driver}, and it finds no GPU", fix)
+
+    names = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory_gib = gpu.total_memory / 2**30
+        names.append(f"{gpu.name} ({memory_gib:.0f} GiB, sm_{gpu.major}{gpu.minor})")
+    nccl_parts = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    nccl = ".".join(str(part) for part in nccl_parts)
+    kinds = ", ".join(sorted(set(names)))
+    message = f"{torch.version.cuda}, driver {driver}, NCCL {nccl}, {len(names)} GPUs: {kinds}"
+    return Check("ok", "CUDA", message)
 
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version, or None without a driver."""
     if not DRIVER_FILE.is_file():
-        return "unknown" if any(path.exists() for path in DRIVER_FILES) else None
-    words = DRIVER_FILE.read_text(encoding="utf-8").split("\n", 1)[0].split()
-    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+        has_driver = any(path.exists() for path in DRIVER_FILES)
+        return "unknown" if has_driver else None
+    first_line = DRIVER_FILE.read_text(encoding="utf-8").split("\n", 1)[0]
+    for word in first_line.split():
+        if word[:1].isdigit() and "." in word:
+            return word
+    return "unknown"
 
 
 def transformer_engine() -> Check:
+    """Transformer Engine in the range of versions that Megatron-Core supports."""
     key = "transformer-engine"
     install = "`make install-gpu`"
-    found = installed(key)
+    version = installed(key)
     low, high = TE_RANGE
-    if found is None:
+    if version is None:
         return Check("none", key, "not installed", f"{install}: bf16 kernels, FP8")
-    if not low <= Version(found) < high:
-        return Check("fail", key, found, f"megatron-core 0.16.1 needs >= {low}, < {high}")
-    is_whole = find_spec("transformer_engine_torch") is not None
-    return judged(key, is_whole, found, f"the PyTorch extension is missing: {install}")
+    if not low <= Version(version) < high:
+        return Check("fail", key, version, f"megatron-core 0.16.1 needs >= {low}, < {high}")
+    has_extension = find_spec("transformer_engine_torch") is not None
+    return judged(key, has_extension, version, f"the PyTorch extension is missing: {install}")
 
 
 def apex() -> Check:
     """NVIDIA Apex contains `amp_C`; PyPI's `apex` is an abandoned web toolkit of the same name."""
     key = "NVIDIA Apex"
-    found = installed("apex")
+    version = installed("apex")
     if find_spec("amp_C") is not None:
         return Check("ok", key, "fused optimizer kernels are installed")
-    if found is None:
-        return Check(
-            "none", key, "not installed; Transformer Engine or torch supply the fused optimizer"
-        )
-    detail = (
-        f"`apex` {found} is installed, but without NVIDIA's kernels: PyPI's apex is another package"
+    if version is None:
+        message = "not installed; Transformer Engine or torch supply the fused optimizer"
+        return Check("none", key, message)
+    message = (
+        f"`apex` {version} is installed, but without NVIDIA's kernels: PyPI's apex is another "
+        "package"
     )
-    return Check("fail", key, detail, "pip uninstall apex; build NVIDIA's from source")
+    return Check("fail", key, message, "pip uninstall apex; build NVIDIA's from source")
 
 
+# ---------------------------------------------------------------------------------- other programs
 def _sglang() -> Check:
-    here = installed("sglang")
-    python = next((path for path in SGLANG_PYTHONS if path.exists()), None)
+    """SGLang in this environment, else in one that `make` builds."""
+    key = "SGLang"
     install = "`make install-gpu`, on CPU `make install-sglang`"
-    if here is not None:
-        return Check("ok", "SGLang", f"{here}, in this environment")
-    if python is None:
-        return Check(
-            "none", "SGLang", "not installed", f"{install} (its pins clash with Megatron's)"
-        )
-    done = try_program([str(python), "-c", SGLANG_VERSION_CODE], timeout_s=_TIMEOUT_S)
+    version_here = installed("sglang")
+    if version_here is not None:
+        return Check("ok", key, f"{version_here}, in this environment")
+
+    interpreter = next((path for path in SGLANG_PYTHONS if path.exists()), None)
+    if interpreter is None:
+        return Check("none", key, "not installed", f"{install} (its pins clash with Megatron's)")
+    done = try_program([str(interpreter), "-c", SGLANG_VERSION_CODE], timeout_s=_TIMEOUT_S)
     if done.returncode:
-        return Check("fail", "SGLang", f"{python} has no sglang", install)
-    return Check("ok", "SGLang", f"{done.stdout.strip()}, in {python.parent.parent}")
+        return Check("fail", key, f"{interpreter} has no sglang", install)
+    return Check("ok", key, f"{done.stdout.strip()}, in {interpreter.parent.parent}")
 
 
 def _sandbox() -> Check:
@@ -196,29 +226,21 @@ def _sandbox() -> Check:
 
 def _slurm() -> Check:
     if shutil.which("sinfo") is None:
-        return Check(
-            "none",
-            "Slurm",
-            "no sinfo on PATH",
-            "log in to a cluster, or make install-slurm (Debian, root)",
-        )
-    found = try_program(["sinfo", "--version"], timeout_s=_TIMEOUT_S).stdout.strip()
+        fix = "log in to a cluster, or make install-slurm (Debian, root)"
+        return Check("none", "Slurm", "no sinfo on PATH", fix)
+    version = try_program(["sinfo", "--version"], timeout_s=_TIMEOUT_S).stdout.strip()
     done = try_program(["sinfo", "-h"], timeout_s=_TIMEOUT_S)
     reason = f"no controller responds: {' '.join(done.stderr.split())}"
-    return judged("Slurm", done.returncode == 0, found, reason, "none")
+    return judged("Slurm", done.returncode == 0, version, reason, "none")
 
 
 def _nemo_run() -> Check:
-    found = installed("nemo-run")
+    version = installed("nemo-run")
     lepton = installed("leptonai")
-    if found is None:
-        return Check(
-            "none",
-            "nemo-run",
-            "not installed",
-            "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch",
-        )
+    if version is None:
+        fix = "pip install nemo-run==0.11.1 leptonai==0.27.0; or sbatch"
+        return Check("none", "nemo-run", "not installed", fix)
     if lepton == "0.27.0":
-        return Check("ok", "nemo-run", found)
+        return Check("ok", "nemo-run", version)
     fix = "pip install leptonai==0.27.0: nemo-run's import fails with newer ones"
-    return Check("fail", "nemo-run", f"{found} with leptonai {lepton}", fix)
+    return Check("fail", "nemo-run", f"{version} with leptonai {lepton}", fix)

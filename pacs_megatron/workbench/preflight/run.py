@@ -20,6 +20,7 @@ from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
+from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.config.schema import DatasetOptions, ModelOptions, WandbOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts.samples import Prompt
@@ -31,7 +32,7 @@ from pacs_megatron.observability.writers import check_wandb
 from pacs_megatron.runtime.files import GIB, read_rows
 from pacs_megatron.runtime.run_folder import METRICS_FILE, changed_since, run_folder
 from pacs_megatron.runtime.waiting import quiet
-from pacs_megatron.workbench.evaluation.preview import check_gold
+from pacs_megatron.workbench.evaluation.preview import Unverified, check_gold
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.known_models import find_spec
 from pacs_megatron.workbench.plan.plan import Plan, make_plan
@@ -50,6 +51,12 @@ from pacs_megatron.workbench.preflight.servers import check_servers
 
 NUM_GOLD = 32
 """Number of gold answers that the reward must verify."""
+_FULL_FRAC = 0.95
+"""Share of the GPU's memory above which a plan gets a warning"""
+_SIGNAL_MARGIN = 1.5
+"""Seconds before the time limit over the needed ones, below which the signal gets a warning"""
+
+local_model = partial(model_folder, local_files_only=True)
 
 
 def run_preflight(
@@ -59,50 +66,59 @@ def run_preflight(
     cluster: Path | None = None,
     start_servers: bool = True,
 ) -> list[Check]:
-    """Runs all checks in order and returns their results: a single one if the configuration does
-    not load.
+    """Runs all checks in order and returns their results.
+
+    Args:
+        path: of the configuration.
+        overrides: `key=value` each.
+        cluster: a cluster file, if it is to be checked too.
+        start_servers: whether to start a server, or to send a request to each url.
+
+    Returns:
+        A single result if the configuration does not load.
     """
     try:
         loaded = load_config(path, overrides)
     except PacsError as error:
         return [Check("fail", "configuration", str(error))]
     checks = [Check("ok", "configuration", f"{path} loads")]
-    spec = None
-    model = loaded.config.model.path
-    with suppress(PacsError, OSError):  # `_model` reports the reason
-        spec = find_spec(model)
     try:
-        plan = make_plan(loaded) if spec is not None else None
+        plan = _find_plan(loaded)
     except PacsError as error:
         return [*checks, Check("fail", "parallel", str(error))]
-    checks += [*_plan(plan), *check_software(loaded), *check_gpus(loaded)]
+
+    checks += _plan(plan)
+    checks += check_software(loaded)
+    checks += check_gpus(loaded)
     if loaded.config.logging.wandb is not None:
         checks.append(attempt("logging.wandb", partial(_can_log, loaded.config.logging.wandb)))
     with offline():
-        checks.append(attempt("model.path", partial(_read_model, model)))
-        readable = checks[-1].level != "fail"
-        if readable:
-            checks.append(
-                attempt("model.path (tokenizer)", partial(_read_tokenizer, loaded.config.model))
-            )
-            checks += [*_data(loaded), *_reward(loaded)]
-        else:
-            checks.append(
-                Check("warn", "data, reward", "not checked: they need the model's tokenizer")
-            )
-    checks += [*check_folders(loaded), *check_ports(loaded), *check_network_settings(loaded)]
-    checks += check_cluster(cluster) if cluster is not None else []
+        checks += _model_and_data(loaded)
+    checks += check_folders(loaded)
+    checks += check_ports(loaded)
+    checks += check_network_settings(loaded)
+    if cluster is not None:
+        checks += check_cluster(cluster)
     checks += _resume(loaded)
     if plan is not None:
-        checks += [
-            *check_free_space(loaded, plan),
-            *check_memory(loaded, plan),
-            *_signal(loaded, plan),
-        ]
+        checks += check_free_space(loaded, plan)
+        checks += check_memory(loaded, plan)
+        checks += _signal(loaded, plan)
+
     # Last, because it takes the longest; no server is started if another check failed.
     failed = any(check.level == "fail" for check in checks)
-    checks += check_servers(loaded, None if failed else local_model(model), start=start_servers)
+    model_dir = None if failed else local_model(loaded.config.model.path)
+    checks += check_servers(loaded, model_dir, start=start_servers)
     return checks
+
+
+def render(checks: Sequence[Check], *, as_json: bool) -> str:
+    """One line per check and the counts, or JSON."""
+    if as_json:
+        return json.dumps([asdict(check) for check in checks], indent=2)
+    levels = [check.level for check in checks]
+    counts = ", ".join(f"{levels.count(level)} {level}" for level in ("ok", "warn", "fail"))
+    return "\n".join([*(str(check) for check in checks), counts])
 
 
 @contextmanager
@@ -111,17 +127,14 @@ def stdout_for_the_report() -> Iterator[None]:
     may be JSON.
     """
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-local_model = partial(model_folder, local_files_only=True)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 @contextmanager
@@ -130,41 +143,44 @@ def offline() -> Iterator[None]:
     import datasets
     from huggingface_hub import constants as hub
 
-    before = hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    hub_before = hub.HF_HUB_OFFLINE
+    datasets_before = datasets.config.HF_HUB_OFFLINE
+    hub.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+        hub.HF_HUB_OFFLINE = hub_before
+        datasets.config.HF_HUB_OFFLINE = datasets_before
 
 
-def render(checks: Sequence[Check], *, as_json: bool) -> str:
-    """One line per check and the counts, or JSON."""
-    if as_json:
-        return json.dumps([asdict(check) for check in checks], indent=2)
-    counts = {
-        level: sum(check.level == level for check in checks) for level in ("ok", "warn", "fail")
-    }
-    summary = ", ".join(f"{count} {level}" for level, count in counts.items())
-    return "\n".join([*map(str, checks), summary])
+# ---------------------------------------------------------------------------------------- the plan
+def _find_plan(loaded: LoadedConfig) -> Plan | None:
+    """The plan; None for a model that `plan` does not know or cannot read.
+
+    Raises ConfigError for an invalid layout.
+    """
+    spec = None
+    with suppress(PacsError, OSError):  # `_read_model` reports the reason
+        spec = find_spec(loaded.config.model.path)
+    return None if spec is None else make_plan(loaded)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# checks
 def _plan(plan: Plan | None) -> Iterator[Check]:
+    """Whether the run fits on its GPUs."""
     if plan is None or plan.gpu is None:
         return
-    share = plan.peak.total / (plan.gpu.memory_gib * GIB)
-    text = f"{plan.peak.total / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} ({share:.0%}), planned"
-    if not plan.fits:
-        yield Check(
-            "fail",
-            "resources.gpu",
-            f"does not fit: {text}",
-            "`pacs-megatron plan` lists what to change",
-        )
+    peak_bytes = plan.peak.total
+    share = peak_bytes / plan.gpu.memory_bytes
+    message = (
+        f"{peak_bytes / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} "
+        f"({share:.0%}), planned"
+    )
+    if plan.fits:
+        yield judged("resources.gpu", share <= _FULL_FRAC, message, otherwise="warn")
     else:
-        yield judged("resources.gpu", share <= 0.95, text, otherwise="warn")
+        fix = "`pacs-megatron plan` lists what to change"
+        yield Check("fail", "resources.gpu", f"does not fit: {message}", fix)
 
 
 def _can_log(wandb: WandbOptions) -> str:
@@ -172,7 +188,25 @@ def _can_log(wandb: WandbOptions) -> str:
     return f"project {wandb.project}"
 
 
+# ---------------------------------------------------------------------------------- model and data
+def _model_and_data(loaded: LoadedConfig) -> list[Check]:
+    """Model, tokenizer, data sets and reward."""
+    model = loaded.config.model
+    checks = [attempt("model.path", partial(_read_model, model.path))]
+    if checks[0].level == "fail":
+        message = "not checked: they need the model's tokenizer"
+        return [*checks, Check("warn", "data, reward", message)]
+    checks.append(attempt("model.path (tokenizer)", partial(_read_tokenizer, model)))
+    checks += _data(loaded)
+    checks += _reward(loaded)
+    return checks
+
+
 def _read_model(path: str) -> str:
+    """The result for a Megatron checkpoint or a Hugging Face folder with all tensors.
+
+    Raises PacsError if files or tensors are missing.
+    """
     from pacs_megatron.convert.verify import check_names
 
     checkpoint = local_path(path)
@@ -186,42 +220,46 @@ def _read_model(path: str) -> str:
 
 
 def _read_tokenizer(model: ModelOptions) -> str:
+    """The result for a tokenizer with a chat template and token ids of the model.
+
+    Raises PacsError for another one.
+    """
     folder = local_model(model.path)
     tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
     if not tokenizer.chat_template:
         raise PacsError(f"{folder} has no chat template; use the one of an instruct model")
     stops = stop_token_ids(tokenizer, str(folder))
-    rows = load_spec(folder).vocab_size
+
     # Some models' padding token has no row in the embedding; it is never looked up.
-    largest = max(
-        {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id} | set(stops)
-    )
-    if largest >= rows:
+    token_ids = {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id}
+    largest = max(token_ids | set(stops))
+    vocab_size = load_spec(folder).vocab_size
+    if largest >= vocab_size:
         raise PacsError(
             f"{folder}: the tokenizer or generation_config.json has token id {largest}, but "
-            "config.json has "
-            f"vocab_size={rows}; use the model's own tokenizer"
+            f"config.json has vocab_size={vocab_size}; use the model's own tokenizer"
         )
     return f"chat template, stops at {', '.join(map(str, stops))}"
 
 
 def _data(loaded: LoadedConfig) -> Iterator[Check]:
-    config = loaded.config
-    sets = [("data.train", config.data.train)]
-    sets += [
-        (f"evaluation.benchmarks.{index}", dataset)
-        for index, dataset in enumerate(config.evaluation.benchmarks)
-    ]
-    for key, dataset in sets:
-        is_local = "://" not in dataset.path and (
-            Path(dataset.path).suffix or os.path.exists(local_path(dataset.path))
-        )
-        fix = (
-            ""
-            if is_local
-            else "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
-        )
-        yield attempt(f"{key}.path", partial(_read_set, loaded, key, dataset), fix)
+    """The training set and the benchmarks."""
+    datasets = {"data.train": loaded.config.data.train}
+    for index, benchmark in enumerate(loaded.config.evaluation.benchmarks):
+        datasets[f"evaluation.benchmarks.{index}"] = benchmark
+
+    for key, dataset in datasets.items():
+        fix = ""
+        if not _is_local(dataset.path):
+            fix = "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
+        yield attempt(f"{key}.path", partial(_read_dataset, loaded, key, dataset), fix)
+
+
+def _is_local(path: str) -> bool:
+    """Whether the path names a file or a folder, and not a data set of a hub."""
+    if "://" in path:
+        return False
+    return bool(Path(path).suffix) or os.path.exists(local_path(path))
 
 
 def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
@@ -230,87 +268,97 @@ def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
     return load_prompts(dataset, loaded.config.data, tokenizer).prompts
 
 
-def _read_set(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
+def _read_dataset(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
     count = len(_prompts(loaded, dataset))
-    least = loaded.config.batch.prompts_per_step
-    if key == "data.train" and count < least:
+    prompts_per_step = loaded.config.batch.prompts_per_step
+    if key == "data.train" and count < prompts_per_step:
         raise PacsError(
-            f"{dataset.path}: {count} prompts for batch.prompts_per_step={least}; lower it"
+            f"{dataset.path}: {count} prompts for batch.prompts_per_step={prompts_per_step}; "
+            "lower it"
         )
     return f"{dataset.path}: {count} prompts"
 
 
+# -------------------------------------------------------------------------------------- the reward
 def _reward(loaded: LoadedConfig) -> Iterator[Check]:
+    """Whether the reward verifies gold answers of the training set."""
     reward = loaded.config.reward
     if reward is None:
         return
     is_rare = False  # whether it accepts less than half of the gold answers
 
-    def judges() -> str:
+    def judge_gold() -> str:
         nonlocal is_rare
         train = loaded.config.data.train
         prompts = _prompts(loaded, train.model_copy(update={"limit": NUM_GOLD}))
-        with quiet(
-            "pacs_megatron.rewards", logging.CRITICAL
-        ):  # the report has one line for all warnings
+        # The report has one line for all warnings.
+        with quiet("pacs_megatron.rewards", logging.CRITICAL):
             unverified = check_gold(prompts, reward)
+        _check_unverified(reward, unverified, len(prompts))
+
         num_verified = len(prompts) - len(unverified)
-        is_verifier = reward.name in ("math", "arithmetic")
-        bad = unverified if is_verifier and not num_verified else []
-        bad = bad or [each for each in unverified if each.failed and not is_verifier]
-        if bad:
-            fix = (
-                "data.train.preset or columns"
-                if is_verifier
-                else "it: such samples are not counted"
-            )
-            raise PacsError(
-                f"reward.name={reward.name} fails on {len(bad)} of {len(prompts)} gold answers, "
-                "such as "
-                f"{bad[0].answer!r} ({bad[0].reason}); correct {fix}"
-            )
         if reward.name == "code":
             return f"{num_verified} of {len(prompts)} rows have tests; sandbox: {reward.sandbox}"
         is_rare = 2 * num_verified < len(prompts)
         return f"{reward.name} accepts {num_verified} of {len(prompts)} gold answers"
 
-    check = attempt("reward", judges)
+    check = attempt("reward", judge_gold)
     if check.level == "ok" and reward.name == "code" and reward.sandbox == "none":
-        fix = "programs of the policy can read your files, use the network and end your processes; set reward.sandbox"
+        fix = (
+            "programs of the policy can read your files, use the network and end your processes; "
+            "set reward.sandbox"
+        )
         check = Check("warn", check.key, check.message, fix)
     if is_rare:
-        check = Check(
-            "warn",
-            check.key,
-            check.message,
-            "check with `pacs-megatron data preview` that this is intended",
-        )
+        fix = "check with `pacs-megatron data preview` that this is intended"
+        check = Check("warn", check.key, check.message, fix)
     yield check
 
 
+def _check_unverified(
+    reward: AnyReward, unverified: Sequence[Unverified], num_prompts: int
+) -> None:
+    """Raises PacsError if a verifier accepts no gold answer, or another reward gives no verdict."""
+    if reward.name in ("math", "arithmetic"):
+        problems = list(unverified) if len(unverified) == num_prompts else []
+        fix = "data.train.preset or columns"
+    else:
+        problems = [answer for answer in unverified if answer.failed]
+        fix = "it: such samples are not counted"
+
+    if problems:
+        first = problems[0]
+        raise PacsError(
+            f"reward.name={reward.name} fails on {len(problems)} of {num_prompts} gold answers, "
+            f"such as {first.answer!r} ({first.reason}); correct {fix}"
+        )
+
+
+# --------------------------------------------------------------------------- resuming and stopping
 def _resume(loaded: LoadedConfig) -> Iterator[Check]:
+    """Whether the run resumes, and from which checkpoint."""
     folder = run_folder(loaded)
     if folder.exists():
         yield attempt("run.name", partial(_is_the_same_run, loaded, folder))
-    if (folder / CHECKPOINTS_FOLDER).is_file():
-        yield Check(
-            "fail", "checkpoint", f"{folder / CHECKPOINTS_FOLDER} is a file", "move it away"
-        )
-    elif whole := whole_checkpoints(folder):
-        position, newest = whole[-1]
+
+    checkpoints_folder = folder / CHECKPOINTS_FOLDER
+    if checkpoints_folder.is_file():
+        yield Check("fail", "checkpoint", f"{checkpoints_folder} is a file", "move it away")
+        return
+    checkpoints = whole_checkpoints(folder)
+    if checkpoints:
+        position, newest = checkpoints[-1]
         fix = f"move {newest} away to resume from the one before"
         yield attempt("checkpoint", partial(_read_checkpoint, newest, str(position)), fix)
     else:
-        yield Check(
-            "ok",
-            "checkpoint",
-            f"{folder} has no complete checkpoint: the run starts from the model",
-        )
+        message = f"{folder} has no complete checkpoint: the run starts from the model"
+        yield Check("ok", "checkpoint", message)
 
 
 def _is_the_same_run(loaded: LoadedConfig, folder: Path) -> str:
     changed = changed_since(loaded, folder)
-    return f"{folder} resumes" + (f" with changed {', '.join(changed)}" if changed else "")
+    text = f"{folder} resumes"
+    return f"{text} with changed {', '.join(changed)}" if changed else text
 
 
 def _read_checkpoint(folder: Path, position: str) -> str:
@@ -322,43 +370,45 @@ def _signal(loaded: LoadedConfig, plan: Plan) -> Iterator[Check]:
     """Checks that the signal leaves time to finish an update and to save, by measured or else
     planned times.
     """
-    lead = loaded.config.resources.signal_lead_s
-    measured = _measured_seconds(run_folder(loaded) / METRICS_FILE, loaded.config.batch.num_updates)
-    if measured is None and not plan.phases:
-        return
-    need, source = (
-        (planned_ending_s(plan), "planned")
-        if measured is None
-        else (measured, "measured in this run")
+    metrics_file = run_folder(loaded) / METRICS_FILE
+    needed_s = _measured_ending_s(metrics_file, loaded.config.batch.num_updates)
+    source = "measured in this run"
+    if needed_s is None:
+        if not plan.phases:
+            return
+        needed_s = planned_ending_s(plan)
+        source = "planned"
+
+    lead_s = loaded.config.resources.signal_lead_s
+    message = (
+        f"{lead_s} s before the time limit; an update, a weight sync and a save take "
+        f"{needed_s:.0f} s ({source})"
     )
-    text = f"{lead} s before the time limit; an update, a weight sync and a save take {need:.0f} s ({source})"
-    level: Level = "fail" if lead < need else "warn"
-    yield judged(
-        "resources.signal_lead_s", lead >= 1.5 * need, text, f"use at least {2 * need:.0f}", level
-    )
+    is_enough = lead_s >= _SIGNAL_MARGIN * needed_s
+    level: Level = "fail" if lead_s < needed_s else "warn"
+    fix = f"use at least {2 * needed_s:.0f}"
+    yield judged("resources.signal_lead_s", is_enough, message, fix, level)
 
 
 def planned_ending_s(plan: Plan) -> float:
     """The planned seconds: one update, the sync, and one checkpoint at the assumed disk speed."""
-    updates = sum(phase.seconds for phase in plan.phases if phase.name == "updates")
-    sync = sum(phase.seconds for phase in plan.phases if phase.name.startswith("weight sync"))
-    save = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
-    return updates / plan.config.batch.num_updates + sync + save
+    updates_s = sum(phase.seconds for phase in plan.phases if phase.name == "updates")
+    sync_s = sum(phase.seconds for phase in plan.phases if phase.name.startswith("weight sync"))
+    save_s = plan.checkpoint_bytes / (constants.DISK_GB_S.value * 1e9)
+    return updates_s / plan.config.batch.num_updates + sync_s + save_s
 
 
-def _measured_seconds(path: Path, num_updates: int) -> float | None:
-    rows = read_rows(path, {})
+def _measured_ending_s(metrics_file: Path, num_updates: int) -> float | None:
+    """The longest measured seconds: one update, the sync, and one checkpoint; None without any."""
+    rows = read_rows(metrics_file, {})
 
     def longest(name: str) -> float:
+        values = [row.get(name) for row in rows]
         return max(
-            (float(row[name]) for row in rows if isinstance(row.get(name), int | float)),
-            default=0.0,
+            (float(value) for value in values if isinstance(value, int | float)), default=0.0
         )
 
     # A signal may arrive right after the start of a step's last update.
-    return (
-        longest("time/update_s") / num_updates
-        + longest("time/sync_s")
-        + longest("time/checkpoint_s")
-        or None
-    )
+    update_s = longest("time/update_s") / num_updates
+    seconds = update_s + longest("time/sync_s") + longest("time/checkpoint_s")
+    return seconds or None

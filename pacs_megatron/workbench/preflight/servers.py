@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig
@@ -31,106 +32,121 @@ _FIRST_RESPONSE_S = 300.0
 
 
 def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) -> Iterator[Check]:
-    """Options and interpreter; with `start` also starts the first configured server, or sends a
-    request to each url.
+    """Checks options and interpreter, and whether servers respond.
 
-    `model_dir` is the model's local folder; if it is None, no server is started.
+    Args:
+        loaded: the run.
+        model_dir: the model's local folder; if it is None, no server is started.
+        start: whether to start the first configured server, or to send a request to each url.
     """
     rollout = loaded.config.rollout.sglang
     if rollout is None:
         return
     checks = list(_options(loaded, rollout))
     yield from checks
-    key = "rollout.urls" if rollout.servers is None else "rollout.servers"
     if any(check.level == "fail" for check in checks):
         return
+
+    key = "rollout.urls" if rollout.servers is None else "rollout.servers"
     if not start:
-        yield Check(
-            "warn", key, "no server was tested (--skip-servers)", "run preflight without it once"
-        )
+        message = "no server was tested (--skip-servers)"
+        yield Check("warn", key, message, "run preflight without it once")
     elif rollout.servers is None:
         for url in rollout.urls:
-            yield attempt(
-                key, lambda url=url: _request(rollout, url), "start it, or correct the address"
-            )  # type: ignore[misc]
+            fix = "start it, or correct the address"
+            yield attempt(key, partial(_request, rollout, url), fix)
     else:
         yield _start(loaded, rollout, rollout.servers, model_dir)
 
 
+# ---------------------------------------------------------------------------- options and versions
 def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
-    if rollout.api_key_env is not None and not os.environ.get(rollout.api_key_env):
-        yield Check(
-            "fail",
-            "rollout.api_key_env",
-            f"{rollout.api_key_env} is not set",
-            "export it, or remove the key",
-        )
-    if rollout.servers is None:
+    """API key, context length, version of SGLang and of NCCL."""
+    key_variable = rollout.api_key_env
+    if key_variable is not None and not os.environ.get(key_variable):
+        message = f"{key_variable} is not set"
+        yield Check("fail", "rollout.api_key_env", message, "export it, or remove the key")
+    servers = rollout.servers
+    if servers is None:
         return
-    longest = max_sequence_tokens(loaded.config)
-    judged = loaded.config.evaluation.sampling
-    if judged is not None:
-        longest = max(longest, loaded.config.data.max_prompt_tokens + judged.max_response_tokens)
-    context = rollout.servers.context_length
-    if context is not None and context < longest:
-        message = f"{context} tokens, but prompts and responses may reach {longest}"
+
+    longest = _longest_sequence(loaded)
+    if servers.context_length is not None and servers.context_length < longest:
+        message = f"{servers.context_length} tokens, but prompts and responses may reach {longest}"
         yield Check("fail", "rollout.servers.context_length", message, f"use at least {longest}")
-    version = _version(rollout.servers)
+
+    version = _version(servers)
     yield version
-    if (
-        version.level != "fail"
-        and rollout.sync.transport == "broadcast"
-        and rollout.servers.device == "cuda"
-    ):
-        yield check_nccl((sys.executable,), rollout.servers.python)
+    is_nccl_shared = rollout.sync.transport == "broadcast" and servers.device == "cuda"
+    if version.level != "fail" and is_nccl_shared:
+        yield check_nccl((sys.executable,), servers.python)
+
+
+def _longest_sequence(loaded: LoadedConfig) -> int:
+    """Maximum tokens of a prompt and its response, in training and evaluation."""
+    longest = max_sequence_tokens(loaded.config)
+    sampling = loaded.config.evaluation.sampling
+    if sampling is None:
+        return longest
+    return max(longest, loaded.config.data.max_prompt_tokens + sampling.max_response_tokens)
 
 
 def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
     """Both sides of a broadcast need the same NCCL: it rejects a process group of different
     versions.
+
+    Args:
+        trainer: words of the command that starts the trainer's interpreter.
+        servers: the same of the servers.
     """
     key = "rollout.sync.transport"
-    found = []
+    versions = []
     for side, python in (("trainer", trainer), ("servers", servers)):
         done = try_program([*python, "-c", NCCL_CODE], timeout_s=_IMPORT_S)
         words = done.stdout.split()
         if done.returncode or len(words) != 2:
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            return Check(
-                "warn", key, f"NCCL of the {side} is unknown: {reason}", "compare both by hand"
-            )
-        found.append(words)
-    (torch, nccl), (their_torch, their_nccl) = found
-    text = f"NCCL {nccl} (torch {torch}) in the trainer, NCCL {their_nccl} (torch {their_torch}) in the servers"
-    text += "" if nccl == their_nccl else ": NCCL rejects the process group"
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            message = f"NCCL of the {side} is unknown: {lines[-1]}"
+            return Check("warn", key, message, "compare both by hand")
+        versions.append(words)
+
+    (our_torch, our_nccl), (their_torch, their_nccl) = versions
+    message = (
+        f"NCCL {our_nccl} (torch {our_torch}) in the trainer, NCCL {their_nccl} (torch "
+        f"{their_torch}) in the servers"
+    )
+    if our_nccl != their_nccl:
+        message += ": NCCL rejects the process group"
     fix = "use one torch on both sides (docs/compatibility.md), or rollout.sync.transport=disk"
-    return judged(key, nccl == their_nccl, text, fix)
+    return judged(key, our_nccl == their_nccl, message, fix)
 
 
 def _version(servers: SglangServers) -> Check:
+    """The version of SGLang that the configured interpreter imports."""
     key = "rollout.servers.python"
     program = " ".join(servers.python)
     done = try_program([*servers.python, "-c", SGLANG_VERSION_CODE], timeout_s=_IMPORT_S)
-    found = done.stdout.strip()
+    version = done.stdout.strip()
     if done.returncode == NOT_RUN:
         return Check("fail", key, f"{program}: {done.stderr}", "set an existing interpreter")
-    if done.returncode or not found:
+    if done.returncode or not version:
         fix = "install sglang there (make install-sglang), or set the interpreter that has it"
         return Check("fail", key, f"{program} has no sglang", fix)
+
     expected = EXPECTED[servers.device]
     fix = f"pip install sglang=={expected}, the version for rollout.servers.device={servers.device}"
-    return judged(key, found == expected, f"sglang {found}", fix, "warn")
+    return judged(key, version == expected, f"sglang {version}", fix, "warn")
 
 
+# --------------------------------------------------------------------------------- running servers
 def _request(rollout: SglangRollout, url: str) -> str:
     """Samples one token from a running server. Raises RolloutError or ConfigError."""
     (api,) = server_apis(rollout, (url,))
     begin = time.monotonic()
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     api.query("/generate", lambda response: response["meta_info"], body, _FIRST_RESPONSE_S)
-    return (
-        f"{url} responds in {time.monotonic() - begin:.1f} s, weight version {api.weight_version()}"
-    )
+    seconds = time.monotonic() - begin
+    return f"{url} responds in {seconds:.1f} s, weight version {api.weight_version()}"
 
 
 def _start(
@@ -139,21 +155,20 @@ def _start(
     """Starts the first configured server, samples one token, ends the server."""
     key = "rollout.servers"
     if model_dir is None:
-        return Check(
-            "warn", key, "not started: the model cannot be read", "correct model.path first"
-        )
+        message = "not started: the model cannot be read"
+        return Check("warn", key, message, "correct model.path first")
     if not list(model_dir.glob("*.safetensors")):
         return Check("warn", key, f"not started: {model_dir} has no Hugging Face weights")
     if servers.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            return Check(
-                "warn", key, "not started: no GPU here", "run preflight inside the job too"
-            )
+            message = "not started: no GPU here"
+            return Check("warn", key, message, "run preflight inside the job too")
 
-    def starts() -> str:
-        model = loaded.config.model.model_copy(update={"path": str(model_dir)})
+    model = loaded.config.model.model_copy(update={"path": str(model_dir)})
+
+    def start_and_request() -> str:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="pacs-preflight-") as folder:
             specs = server_specs(rollout, model, Path(folder), loaded.config.policy.routing)
@@ -164,6 +179,5 @@ def _start(
             finally:
                 server.close()
 
-    return attempt(
-        key, starts, "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
-    )
+    fix = "check rollout.servers.extra_args, mem_fraction, tp and start_timeout_s"
+    return attempt(key, start_and_request, fix)
