@@ -1,6 +1,8 @@
-"""`pacs-megatron eval`: pass@k of Hugging Face folders and checkpoints of runs. Starts no Megatron."""
+"""`pacs-megatron eval`: pass@k of Hugging Face folders and checkpoints of runs.
 
-import itertools
+Starts no Megatron.
+"""
+
 import logging
 import queue
 import time
@@ -47,64 +49,92 @@ RESULTS_NAME = "results.json"
 HARNESS_NAME = "lm_eval_results.json"
 _WORKER_OPTIONS = {"workers", "timeout_s", "memory_limit_gib", "max_failure_frac"}
 """Options of a reward that change no verdict"""
+_EXPORT_FOLDERS = ("hf", "hf_exports", "snapshots")
+"""Folder names that many models share, so a name for the results omits them"""
 
 
 def run_eval(
-    config_path: Path, overrides: Sequence[str], *, model: Sequence[str] = (), out: Path | None = None,
-    verify: bool = True, rejudge: bool = False,
-) -> str:  # fmt: skip
-    """Evaluates the models (default: model.path) on the configured benchmarks and returns a table
-    for each of them.
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    model: Sequence[str] = (),
+    out: Path | None = None,
+    verify: bool = True,
+    rejudge: bool = False,
+) -> str:
+    """Evaluates the models on the configured benchmarks and returns a table for each of them.
 
-    A model is a Hugging Face folder or hub id, a run folder, or a checkpoint of a run, which is
-    exported first. Writes results.json, lm_eval_results.json and the samples to `out` (default:
-    `<run folder>/eval`); several models get one subfolder each. Samples are appended while
-    sampling. The same command resumes an interrupted evaluation. Sample seeds equal those of a
-    run's evaluation at step 0. `rejudge`: judges existing samples again. Raises PacsError.
+    Writes results.json, lm_eval_results.json and the samples; several models get one subfolder
+    each. Samples are appended while sampling. The same command resumes an interrupted evaluation.
+    Sample seeds equal those of a run's evaluation at step 0.
+
+    Args:
+        config_path: of the run.
+        overrides: `key=value` each.
+        model: Hugging Face folders or hub ids, run folders, or checkpoints of runs, which are
+            exported first; overrides may follow. Default: model.path.
+        out: the folder of the results. Default: `<run folder>/eval`.
+        verify: whether weights of an export must be those of its certificate.
+        rejudge: judges existing samples again.
+
+    Raises:
+        PacsError: the configuration, a model, the sampler or the reward failed.
     """
     setup_logging(None, 0)
-    # Overrides may follow the list of models.
-    models = [word for word in model if "=" not in word or Path(word).exists()]
-    overrides = [*overrides, *(word for word in model if word not in models)]
-    loaded = load_config(config_path, overrides)
-    if not loaded.config.evaluation.benchmarks:
-        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
-    if loaded.config.reward is None:
-        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
+    models: list[str] = []
+    all_overrides = list(overrides)
+    for word in model:
+        if "=" not in word or Path(word).exists():
+            models.append(word)
+        else:
+            all_overrides.append(word)
+
+    loaded = load_config(config_path, all_overrides)
     config = loaded.config
+    if not config.evaluation.benchmarks:
+        raise loaded.fail("evaluation.benchmarks is empty, add a benchmark")
+    if config.reward is None:
+        raise loaded.fail("`reward` is missing, but an evaluation needs one; add it")
+
     run_dir = run_folder(loaded)
     base = run_dir / "eval" if out is None else out
     check_distinct(map(Path, models))
     if out is None:
         check_not_locked(run_dir)
-    folders = [_folder_of(model) for model in models or [config.model.path]]
+    folders = [_folder_of(name) for name in models or [config.model.path]]
+
     is_new = not base.exists()
     try:
         with RunLock(base, "eval"):
             return _evaluate(config, folders, base, verify=verify, rejudge=rejudge)
     finally:
+        # An evaluation that wrote nothing leaves no folder.
         if is_new and [path.name for path in base.glob("*")] == [LOCK_FILE]:
             (base / LOCK_FILE).unlink()
             base.rmdir()
 
 
+# ------------------------------------------------------------------------------------------ models
 def _folder_of(model: str) -> HfFolder:
     """The Hugging Face folder of an argument; a checkpoint is exported to hf_exports/ of its run,
     once; it may be pruned then.
     """
     path = Path(model)
-    if (path / CONFIG_FILE).is_file() and not (path / "config.json").exists():  # a run
+    is_run = (path / CONFIG_FILE).is_file() and not (path / "config.json").exists()
+    if is_run:
         step = newest_step(path)
         if (path / "hf").is_dir() or step is None:
             return HfFolder(path / "hf")
         path = path / "checkpoints" / f"step_{step:06d}"
-    target = path.absolute().parent.parent / "hf_exports" / path.name
-    is_pruned = target.is_dir() and not path.is_dir()
-    if position_of(path.name) is not None and (is_pruned or (path / MANIFEST_NAME).is_file()):
-        if not target.exists():
-            logger.info("exporting %s to %s", path, target)
-            megatron_to_hf(path, ConversionOptions(out=target), step=None)
-        path = target
+
+    export = path.absolute().parent.parent / "hf_exports" / path.name
+    is_pruned = export.is_dir() and not path.is_dir()
+    is_checkpoint = is_pruned or (path / MANIFEST_NAME).is_file()
+    if position_of(path.name) is not None and is_checkpoint:
+        if not export.exists():
+            logger.info("exporting %s to %s", path, export)
+            megatron_to_hf(path, ConversionOptions(out=export), step=None)
+        path = export
     return HfFolder(model_folder(str(path), "--model"))
 
 
@@ -112,168 +142,17 @@ def _names(folders: Sequence[HfFolder]) -> list[str]:
     """A name for each model's results: the end of its path, without parts that all runs share."""
     names: list[str] = []
     for folder in folders:
-        parts = [
-            part
-            for part in folder.path.resolve().parts
-            if part not in ("hf", "hf_exports", "snapshots")
-        ]
-        name = "-".join(parts[-2:] if position_of(parts[-1]) is not None else parts[-1:])
-        numbered = (f"{name}-{number}" for number in itertools.count(len(names) + 1))
-        names.append(next(each for each in itertools.chain([name], numbered) if each not in names))
+        parts = [part for part in folder.path.resolve().parts if part not in _EXPORT_FOLDERS]
+        is_step = position_of(parts[-1]) is not None
+        name = "-".join(parts[-2:] if is_step else parts[-1:])
+
+        unique_name = name
+        number = len(names) + 1
+        while unique_name in names:
+            unique_name = f"{name}-{number}"
+            number += 1
+        names.append(unique_name)
     return names
-
-
-def _evaluate(
-    config: RunConfig, folders: Sequence[HfFolder], base: Path, *, verify: bool, rejudge: bool
-) -> str:
-    """The tables of all models, one after the other."""
-    servers = config.rollout.sglang
-    truncated = config.admission.truncated
-    assert config.reward is not None
-    sampler = (
-        EmbeddedSampler(config)
-        if servers is None
-        else ServerSampler(servers, config.model, base / "servers")
-    )
-    texts = []
-    with (
-        Judge(config.reward, lambda ids: "", truncated=truncated) as judge,
-        sampler,
-    ):  # texts come with the samples
-        evaluation = _Evaluation(config, sampler, judge, verify, rejudge)
-        for folder, name in zip(folders, _names(folders), strict=True):
-            if len(folders) == 1:
-                return evaluation.run(folder, base)
-            texts.append(f"{name}\n{evaluation.run(folder, base / name)}")
-    return "\n\n".join(texts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluation:
-    """Samples, judges and counts one model."""
-
-    config: RunConfig
-    sampler: EmbeddedSampler | ServerSampler
-    judge: Judge
-    verify: bool
-    rejudge: bool
-
-    def run(self, folder: HfFolder, target: Path) -> str:
-        config = self.config
-        started = time.perf_counter()
-        options = config.evaluation
-        sampling = config.evaluation.sampling
-        reward = config.reward
-        assert sampling is not None and reward is not None
-        tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
-        sets = [load_prompts(benchmark, config.data, tokenizer) for benchmark in options.benchmarks]
-        prompts = {prompt.id: prompt for found in sets for prompt in found.prompts}
-        requests = evaluation_requests(options, sets, run_seed=config.run.seed, step=0)
-        certified = certified_digests(folder) if self.verify else {}
-        template = {"template": tokenizer.chat_template, "args": config.data.chat_template_args}
-        template |= {"system": config.data.system_prompt, "suffix": config.data.prompt_suffix}
-        produced_by = {  # every setting that changes a response to a problem
-            "weights": push_folder(folder, None, 0, certified),
-            **self.sampler.describe(),
-            "seed": config.run.seed,
-            "sampling": sampling.model_dump(mode="json"),
-            "prompt": xxhash.xxh3_128_hexdigest(json_line(template)),
-            "stop_token_ids": list(stop_token_ids(tokenizer, str(folder.path))),
-        }
-        rule = reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
-        judged_by = {f"reward.{key}": value for key, value in rule.items()}
-        judged_by["admission.truncated"] = config.admission.truncated
-        check_output(
-            target / HARNESS_NAME, b'{\n  "results": '
-        )  # before --rejudge replaces the samples
-        check_output(target / RESULTS_NAME, b'{\n "model": ')
-        with SampleFile(target, produced_by, judged_by, prompts) as samples:
-            self._complete(samples, requests, prompts, folder, tokenizer)
-            outcomes = [samples.outcomes[request.id] for request in requests]
-        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        check_failures(
-            failures,
-            len(outcomes),
-            reward.max_failure_frac,
-            then=f", and pass --rejudge ({samples.path})",
-        )
-        results = summarize(options, sets, requests, samples.outcomes)
-        facts = {
-            "model": str(folder.path.resolve()),
-            "weights_digest": produced_by["weights"],
-            "verified": bool(certified),
-            "engine": produced_by["engine"],
-            "seconds": time.perf_counter() - started,
-            "seed": config.run.seed,
-            "samples": samples.path.name,
-            "sampling": produced_by["sampling"],
-            "reward": judged_by,
-        }
-        files = {
-            HARNESS_NAME: harness_json(results, facts),
-            RESULTS_NAME: results_json(results, facts),
-        }
-        write_outputs([(target / name, content) for name, content in files.items()])
-        return f"{table(results)}\n{target / RESULTS_NAME}"
-
-    def _complete(
-        self, samples: SampleFile, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt], folder: HfFolder,
-        tokenizer: Any,
-    ) -> None:  # fmt: skip
-        """Samples and judges the samples that the file lacks.
-
-        Raises RewardError for a reward that is no label.
-        """
-        missing = list(_missing(requests, samples.outcomes, self.sampler.chunk))
-        if self.rejudge:
-            if missing:
-                raise ConfigError(
-                    f"--rejudge: {samples.path} does not have all samples of these weights and "
-                    "settings; first finish the evaluation without --rejudge, with the reward of "
-                    "the existing samples"
-                )
-            assert self.config.reward is not None
-            samples.rejudge(self.judge, self.config.reward.max_failure_frac)
-        samples.check_verifier()
-        if not missing:
-            return
-        self.sampler.load(folder, tokenizer)
-        seeds = {request.id: request.seed for request in missing}
-        answers: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
-        texts: dict[str, str] = {}
-        started = time.perf_counter()
-        num_tokens = 0
-        done = sum(request.id in samples.outcomes for request in requests)
-
-        def write(*, wait: bool) -> None:
-            nonlocal done
-            while texts and (wait or not answers.empty()):
-                [answer] = received(answers, 1)
-                samples.append(answer, seeds[answer.id], texts.pop(answer.id))
-                done += 1
-            progress.advance(done, {"tokens/s": num_tokens / (time.perf_counter() - started)})
-
-        with Progress("eval", len(requests), done=done) as progress:
-            for sample in self.sampler.stream(missing):
-                num_tokens += sample.response_len
-                if sample.id not in samples.outcomes:
-                    text = str(
-                        tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
-                    )
-                    texts[sample.id] = text
-                    self.judge.submit(sample, prompts[sample.prompt_id], answers.put, text)
-                write(wait=False)
-            write(wait=True)
-
-
-def _missing(
-    requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: int
-) -> Iterator[SampleRequest]:
-    """The requests without an outcome, and those that the engine decodes in one batch with them."""
-    for start in range(0, len(requests), chunk):
-        batch = requests[start : start + chunk]
-        if any(request.id not in done for request in batch):
-            yield from batch
 
 
 def certified_digests(folder: HfFolder) -> dict[str, str]:
@@ -290,3 +169,201 @@ def certified_digests(folder: HfFolder) -> dict[str, str]:
         raise CheckpointError(
             f"{path} is damaged ({error!r}); export again, or remove it"
         ) from None
+
+
+# -------------------------------------------------------------------------------------- evaluation
+def _evaluate(
+    config: RunConfig, folders: Sequence[HfFolder], base: Path, *, verify: bool, rejudge: bool
+) -> str:
+    """The tables of all models, one after the other."""
+    assert config.reward is not None
+    sampler: EmbeddedSampler | ServerSampler
+    if config.rollout.sglang is None:
+        sampler = EmbeddedSampler(config)
+    else:
+        sampler = ServerSampler(config.rollout.sglang, config.model, base / "servers")
+    # Every submitted sample comes with its text, so the judge decodes nothing.
+    judge = Judge(config.reward, lambda ids: "", truncated=config.admission.truncated)
+
+    texts = []
+    with judge, sampler:
+        evaluation = _Evaluation(config, sampler, judge, verify, rejudge)
+        if len(folders) == 1:
+            return evaluation.run(folders[0], base)
+        for folder, name in zip(folders, _names(folders), strict=True):
+            texts.append(f"{name}\n{evaluation.run(folder, base / name)}")
+    return "\n\n".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """Samples, judges and counts one model."""
+
+    config: RunConfig
+    sampler: EmbeddedSampler | ServerSampler
+    judge: Judge
+    verify: bool
+    rejudge: bool
+
+    def run(self, folder: HfFolder, target: Path) -> str:
+        """Writes the results of one model to the folder `target` and returns the table."""
+        started = time.perf_counter()
+        config = self.config
+        options = config.evaluation
+        assert config.reward is not None
+        tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
+        prompt_sets = [
+            load_prompts(benchmark, config.data, tokenizer) for benchmark in options.benchmarks
+        ]
+        requests = evaluation_requests(options, prompt_sets, run_seed=config.run.seed, step=0)
+        prompts: dict[str, Prompt] = {}
+        for prompt_set in prompt_sets:
+            prompts |= {prompt.id: prompt for prompt in prompt_set.prompts}
+
+        certified = certified_digests(folder) if self.verify else {}
+        produced_by = self._produced_by(folder, tokenizer, certified)
+        judged_by = self._judged_by()
+        # A folder that cannot be written is an error before --rejudge replaces the samples.
+        check_output(target / HARNESS_NAME, b'{\n  "results": ')
+        check_output(target / RESULTS_NAME, b'{\n "model": ')
+
+        with SampleFile(target, produced_by, judged_by, prompts) as samples:
+            self._complete(samples, requests, prompts, folder, tokenizer)
+            outcomes = [samples.outcomes[request.id] for request in requests]
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        check_failures(
+            failures,
+            len(outcomes),
+            config.reward.max_failure_frac,
+            then=f", and pass --rejudge ({samples.path})",
+        )
+
+        results = summarize(options, prompt_sets, requests, samples.outcomes)
+        facts = {
+            "model": str(folder.path.resolve()),
+            "weights_digest": produced_by["weights"],
+            "verified": bool(certified),
+            "engine": produced_by["engine"],
+            "seconds": time.perf_counter() - started,
+            "seed": config.run.seed,
+            "samples": samples.path.name,
+            "sampling": produced_by["sampling"],
+            "reward": judged_by,
+        }
+        outputs = [
+            (target / HARNESS_NAME, harness_json(results, facts)),
+            (target / RESULTS_NAME, results_json(results, facts)),
+        ]
+        write_outputs(outputs)
+        return f"{table(results)}\n{target / RESULTS_NAME}"
+
+    def _produced_by(
+        self, folder: HfFolder, tokenizer: Any, certified: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Every setting that changes a response to a problem."""
+        config = self.config
+        sampling = config.evaluation.sampling
+        assert sampling is not None
+        template = {
+            "template": tokenizer.chat_template,
+            "args": config.data.chat_template_args,
+            "system": config.data.system_prompt,
+            "suffix": config.data.prompt_suffix,
+        }
+        return {
+            "weights": push_folder(folder, None, 0, certified),
+            **self.sampler.describe(),
+            "seed": config.run.seed,
+            "sampling": sampling.model_dump(mode="json"),
+            "prompt": xxhash.xxh3_128_hexdigest(json_line(template)),
+            "stop_token_ids": list(stop_token_ids(tokenizer, str(folder.path))),
+        }
+
+    def _judged_by(self) -> dict[str, Any]:
+        """Every setting that changes a verdict."""
+        assert self.config.reward is not None
+        rule = self.config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
+        judged_by = {f"reward.{key}": value for key, value in rule.items()}
+        judged_by["admission.truncated"] = self.config.admission.truncated
+        return judged_by
+
+    def _complete(
+        self,
+        samples: SampleFile,
+        requests: Sequence[SampleRequest],
+        prompts: Mapping[str, Prompt],
+        folder: HfFolder,
+        tokenizer: Any,
+    ) -> None:
+        """Samples and judges the samples that the file lacks.
+
+        Args:
+            samples: the file.
+            requests: all samples that the results need.
+            prompts: prompt id -> prompt.
+            folder: the model.
+            tokenizer: of the model.
+
+        Raises:
+            ConfigError: `rejudge` without all samples, or another verifier judged them.
+            RewardError: a reward that is no label.
+        """
+        missing = list(_missing(requests, samples.outcomes, self.sampler.chunk))
+        if self.rejudge:
+            if missing:
+                raise ConfigError(
+                    f"--rejudge: {samples.path} does not have all samples of these weights and "
+                    "settings; first finish the evaluation without --rejudge, with the reward of "
+                    "the existing samples"
+                )
+            assert self.config.reward is not None
+            samples.rejudge(self.judge, self.config.reward.max_failure_frac)
+        samples.check_verifier()
+        if not missing:
+            return
+
+        self.sampler.load(folder, tokenizer)
+        seeds = {request.id: request.seed for request in missing}
+        verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+        texts: dict[str, str] = {}  # sample id -> response, of samples without a verdict
+        started = time.perf_counter()
+        num_tokens = 0
+        num_done = sum(request.id in samples.outcomes for request in requests)
+
+        def write(*, wait: bool) -> None:
+            """Appends the judged samples to the file; with `wait`, all of them."""
+            nonlocal num_done
+            while texts and (wait or not verdicts.empty()):
+                [sample] = received(verdicts, 1)
+                samples.append(sample, seeds[sample.id], texts.pop(sample.id))
+                num_done += 1
+            tokens_per_s = num_tokens / (time.perf_counter() - started)
+            progress.advance(num_done, {"tokens/s": tokens_per_s})
+
+        with Progress("eval", len(requests), done=num_done) as progress:
+            for sample in self.sampler.stream(missing):
+                num_tokens += sample.response_len
+                # The batch of a missing sample also contains existing ones.
+                if sample.id not in samples.outcomes:
+                    response_ids = sample.response_ids.tolist()
+                    text = str(tokenizer.decode(response_ids, skip_special_tokens=True))
+                    texts[sample.id] = text
+                    self.judge.submit(sample, prompts[sample.prompt_id], verdicts.put, text)
+                write(wait=False)
+            write(wait=True)
+
+
+def _missing(
+    requests: Sequence[SampleRequest], done: Mapping[str, Any], chunk: int
+) -> Iterator[SampleRequest]:
+    """The requests without an outcome, and those that the engine decodes in one batch with them.
+
+    Args:
+        requests: of the evaluation.
+        done: sample id -> outcome.
+        chunk: requests of a batch.
+    """
+    for start in range(0, len(requests), chunk):
+        batch = requests[start : start + chunk]
+        if any(request.id not in done for request in batch):
+            yield from batch

@@ -38,61 +38,86 @@ def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]
     answers: queue.SimpleQueue[Verdict | RewardError] = queue.SimpleQueue()
     with RewardPool(reward) as pool:
         for prompt in prompts:
-            pool.submit(
-                prompt.id, prompt, f"The answer is \\boxed{{{prompt.answer}}}.", answers.put
-            )
+            response = f"The answer is \\boxed{{{prompt.answer}}}."
+            pool.submit(prompt.id, prompt, response, answers.put)
         verdicts = {verdict.key: verdict for verdict in received(answers, len(prompts))}
-    return [
-        Unverified(
-            prompt.id,
-            prompt.answer,
-            verdict.failure or f"reward {verdict.reward}",
-            verdict.failure is not None,
-        )
-        for prompt in prompts
+
+    unverified = []
+    for prompt in prompts:
+        verdict = verdicts[prompt.id]
+        if verdict.reward == 1.0:
+            continue
         # The answers of `code` are tests: valid ones lack a program only.
-        if (verdict := verdicts[prompt.id]).reward != 1.0
-        and (verdict.details or {}).get("reason") != NO_PROGRAM
-    ]
+        if (verdict.details or {}).get("reason") == NO_PROGRAM:
+            continue
+        reason = verdict.failure or f"reward {verdict.reward}"
+        failed = verdict.failure is not None
+        unverified.append(Unverified(prompt.id, prompt.answer, reason, failed))
+    return unverified
 
 
 def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     """Counts, lengths, rendered prompts and verified gold answers of the training set and each
     benchmark.
+
+    Args:
+        config_path: of the run.
+        overrides: `key=value` each.
+        rows: number of prompts to print for each data set.
     """
     config = load_config(config_path, overrides).config
     datasets = (config.data.train, *config.evaluation.benchmarks)
+    # A missing file is an error before transformers loads.
     for dataset in datasets:
-        find_source(dataset)  # before transformers loads
+        find_source(dataset)
+
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     texts = []
     for dataset in datasets:
-        found = load_prompts(dataset, config.data, tokenizer)
-        unverified = None if config.reward is None else check_gold(found.prompts, config.reward)
-        texts.append(render(found, dataset.path, unverified, rows))
+        prompt_set = load_prompts(dataset, config.data, tokenizer)
+        unverified = None
+        if config.reward is not None:
+            unverified = check_gold(prompt_set.prompts, config.reward)
+        texts.append(render(prompt_set, dataset.path, unverified, rows))
     return "\n\n".join(texts)
 
 
-def render(found: PromptSet, path: str, unverified: Sequence[Unverified] | None, rows: int) -> str:
-    """One data set as text, with its first `rows` prompts; `unverified` is None without a reward."""
-    lens = np.array([len(prompt.token_ids) for prompt in found.prompts])
-    median, most = (int(np.percentile(lens, share)) for share in (50, 95))
+def render(
+    prompt_set: PromptSet, path: str, unverified: Sequence[Unverified] | None, rows: int
+) -> str:
+    """One data set as text.
+
+    Args:
+        prompt_set: the data set.
+        path: as configured.
+        unverified: None without a reward.
+        rows: number of prompts to print.
+    """
+    lengths = np.array([len(prompt.token_ids) for prompt in prompt_set.prompts])
+    median = int(np.percentile(lengths, 50))
+    percentile_95 = int(np.percentile(lengths, 95))
     lines = [
-        f"{found.name} ({path}): {found.num_rows} rows, {len(lens)} kept, {found.num_too_long} "
-        "too long",
-        f"  prompt tokens: min {lens.min()}, mean {lens.mean():.1f}, median {median}, 95 % "
-        f"{most}, max {lens.max()}",
+        f"{prompt_set.name} ({path}): {prompt_set.num_rows} rows, {len(lengths)} kept, "
+        f"{prompt_set.num_too_long} too long",
+        f"  prompt tokens: min {lengths.min()}, mean {lengths.mean():.1f}, median {median}, 95 % "
+        f"{percentile_95}, max {lengths.max()}",
     ]
     if unverified is not None:
-        lines.append(
-            f"  gold answers that verify against themselves: {len(lens) - len(unverified)} of "
-            f"{len(lens)}"
-        )
-        for row in unverified[:_MAX_UNVERIFIED]:
-            lines.append(f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}")
-        if (more := len(unverified) - _MAX_UNVERIFIED) > 0:
-            lines.append(f"    and {more} more")
-    for prompt in found.prompts[:rows]:
+        lines.extend(_unverified_lines(unverified, len(lengths)))
+
+    for prompt in prompt_set.prompts[:rows]:
         lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}")
         lines.extend(f"  | {line}" for line in prompt.text.splitlines())
     return "\n".join(lines)
+
+
+def _unverified_lines(unverified: Sequence[Unverified], num_prompts: int) -> list[str]:
+    """The number of verified answers, and the first ones that are not."""
+    num_verified = num_prompts - len(unverified)
+    lines = [f"  gold answers that verify against themselves: {num_verified} of {num_prompts}"]
+    for row in unverified[:_MAX_UNVERIFIED]:
+        lines.append(f"    not verified: {row.prompt_id} answer {row.answer!r}: {row.reason}")
+    num_more = len(unverified) - _MAX_UNVERIFIED
+    if num_more > 0:
+        lines.append(f"    and {num_more} more")
+    return lines

@@ -9,7 +9,7 @@ verdict needs the text only.
 import itertools
 import os
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -33,6 +33,8 @@ _FIELDS = {
     "label": int | None,
     "failure": str | None,
 }
+_REJUDGE_BATCH = 512
+"""Samples whose verdicts `rejudge` waits for together"""
 
 
 class Outcome(NamedTuple):
@@ -58,7 +60,17 @@ class SampleFile(Closing):
         judged_by: Mapping[str, Any],
         prompts: Mapping[str, Prompt],
     ) -> None:
-        """Raises DataError if the file is malformed or has samples of other prompts."""
+        """Reads the file, if it exists.
+
+        Args:
+            folder: of the file.
+            produced_by: every setting that changes a response.
+            judged_by: every setting that changes a verdict.
+            prompts: prompt id -> prompt.
+
+        Raises:
+            DataError: the file is malformed or has samples of other prompts.
+        """
         self.digest = xxhash.xxh3_128_hexdigest(json_line(produced_by))
         self.path = folder / f"samples-{self.digest[:12]}.jsonl"
         self.outcomes: dict[str, Outcome] = {}
@@ -73,28 +85,36 @@ class SampleFile(Closing):
             "judged_by": judged_by,
         }
         self._judged_by: Mapping[str, Any] = judged_by
-        for number, (line, record) in enumerate(
-            read_samples(self.path) if self.path.exists() else (), start=1
-        ):
+        """of the file"""
+        if self.path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        for number, (line, record) in enumerate(read_samples(self.path), start=1):
             self._size += len(line)
-            if number > 1:
-                self._add(number, record)
-            elif record.get("digest") != self.digest or not has_fields(record, {"judged_by": dict}):
-                raise DataError(f"{self.path}:1: no header of these samples; remove the file")
+            if number == 1:
+                self._read_header(record)
             else:
-                self._judged_by = record["judged_by"]
+                self._add(number, record)
+
+    def _read_header(self, record: Mapping[str, Any]) -> None:
+        is_header = has_fields(record, {"judged_by": dict})
+        if record.get("digest") != self.digest or not is_header:
+            raise DataError(f"{self.path}:1: no header of these samples; remove the file")
+        self._judged_by = record["judged_by"]
 
     def _add(self, line: int, record: Mapping[str, Any]) -> None:
         if not is_sample(record):
             raise DataError(f"{self.path}:{line}: not a judged sample; remove the file")
         sample_id = record["id"]
-        prompt = self._prompts.get(record["prompt_id"])
         problem = "is repeated" if sample_id in self.outcomes else ""
-        if prompt is not None and (record["prompt"], record.get("answer")) != (
-            prompt.text,
-            prompt.answer,
-        ):
-            problem = "is of another problem text or reference answer"
+
+        # A sample without a prompt belongs to a benchmark that is no longer configured.
+        prompt = self._prompts.get(record["prompt_id"])
+        if prompt is not None:
+            texts = (record["prompt"], record.get("answer"))
+            if texts != (prompt.text, prompt.answer):
+                problem = "is of another problem text or reference answer"
         if problem:
             raise DataError(
                 f"{self.path}: sample {sample_id} {problem}; choose another --out, or remove the "
@@ -104,9 +124,11 @@ class SampleFile(Closing):
 
     def check_verifier(self) -> None:
         """Raises ConfigError if another verifier judged the samples."""
-        own = self._header["judged_by"]
-        for key in sorted({*self._judged_by, *own}):
-            if (before := self._judged_by.get(key)) != (now := own.get(key)):
+        configured = self._header["judged_by"]
+        for key in sorted({*self._judged_by, *configured}):
+            before = self._judged_by.get(key)
+            now = configured.get(key)
+            if before != now:
                 raise ConfigError(
                     f"{self.path}: judged with {key}={before}, the configuration has {now}; pass "
                     "--rejudge to judge these samples again"
@@ -115,16 +137,21 @@ class SampleFile(Closing):
     def append(self, sample: Sample, seed: int, text: str) -> None:
         """Writes a judged sample to the file before it returns, so that a later kill does not lose
         it.
+
+        Args:
+            sample: with its verdict.
+            seed: of its request.
+            text: the response.
         """
-        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text) | {
-            "seed": seed
-        }
+        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text)
+        record["seed"] = seed
         lines = json_line(record)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
             self._file.truncate(self._size)
-            lines = lines if self._size else json_line(self._header) + lines
+            if not self._size:
+                lines = json_line(self._header) + lines
         with naming(self.path):
             self._file.write(lines)
             self._file.flush()
@@ -136,72 +163,85 @@ class SampleFile(Closing):
                 os.fsync(self._file.fileno())
                 self._file.close()
 
+    # ------------------------------------------------------------------------------- judging again
     def rejudge(self, judge: Judge, max_failure_frac: float) -> None:
         """Judges every response again and replaces the file when all have a verdict.
 
-        Raises RewardError as `received` and `check_failures` do, ConfigError for samples of a
-        benchmark without prompts.
+        Raises:
+            RewardError: same as `received` and `check_failures`.
+            ConfigError: samples of a benchmark without prompts.
         """
         write_atomically(self.path, self._judged_again(judge, max_failure_frac))
         self._judged_by = self._header["judged_by"]
 
     def _judged_again(self, judge: Judge, max_failure_frac: float) -> Iterator[bytes]:
+        """The lines of the new file."""
         yield json_line(self._header)
-        records = (record for _, record in itertools.islice(read_samples(self.path), 1, None))
-        while batch := list(itertools.islice(records, 512)):
-            verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+        samples = itertools.islice(read_samples(self.path), 1, None)
+        records = (record for _, record in samples)
+        while batch := list(itertools.islice(records, _REJUDGE_BATCH)):
+            verdicts = self._verdicts(judge, batch)
             for record in batch:
-                prompt = self._prompts.get(record["prompt_id"])
-                if prompt is None:
-                    raise ConfigError(
-                        f"{self.path} has samples of {record['prompt_id']}, which "
-                        "evaluation.benchmarks lacks; add "
-                        f"{record['source']}, or raise its `limit`"
-                    )
-                sample = Sample(  # with the right lengths and without its tokens
-                    id=record["id"],
-                    prompt_id=record["prompt_id"],
-                    token_ids=np.broadcast_to(
-                        np.int32(0), record["prompt_tokens"] + record["response_tokens"]
-                    ),
-                    prompt_len=record["prompt_tokens"],
-                    sampler_logprobs=np.empty(0, dtype=np.float32),
-                    spans=(),
-                    stop=Stop(record["stop"]),
-                )
-                judge.submit(sample, prompt, verdicts.put, record["response"])
-            judged = {sample.id: sample for sample in received(verdicts, len(batch))}
-            for record in batch:
-                verdict = judged[record["id"]]
+                verdict = verdicts[record["id"]]
                 record.pop("reward_details", None)
                 record |= verdict_fields(verdict)
                 self.outcomes[verdict.id] = outcome_of(record)
                 yield json_line(record)
-        failures = [
-            outcome.failure for outcome in self.outcomes.values() if outcome.failure is not None
-        ]
-        check_failures(failures, len(self.outcomes), max_failure_frac)
+
+        outcomes = self.outcomes.values()
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        check_failures(failures, len(outcomes), max_failure_frac)
+
+    def _verdicts(self, judge: Judge, records: Sequence[Mapping[str, Any]]) -> dict[str, Sample]:
+        """Sample id -> the sample with its new verdict and without its tokens."""
+        verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
+        for record in records:
+            prompt = self._prompts.get(record["prompt_id"])
+            if prompt is None:
+                raise ConfigError(
+                    f"{self.path} has samples of {record['prompt_id']}, which "
+                    f"evaluation.benchmarks lacks; add {record['source']}, or raise its `limit`"
+                )
+            judge.submit(_without_tokens(record), prompt, verdicts.put, record["response"])
+        return {sample.id: sample for sample in received(verdicts, len(records))}
 
 
+def _without_tokens(record: Mapping[str, Any]) -> Sample:
+    """The sample of one line, with the right lengths and zeros as token ids."""
+    num_tokens = record["prompt_tokens"] + record["response_tokens"]
+    return Sample(
+        id=record["id"],
+        prompt_id=record["prompt_id"],
+        token_ids=np.broadcast_to(np.int32(0), num_tokens),
+        prompt_len=record["prompt_tokens"],
+        sampler_logprobs=np.empty(0, dtype=np.float32),
+        spans=(),
+        stop=Stop(record["stop"]),
+    )
+
+
+# ------------------------------------------------------------------------------------------- lines
 def read_samples(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """(line, its object) of every whole line, the header first.
 
     Raises DataError with the number of a malformed one.
     """
-    whole = itertools.takewhile(lambda line: line.endswith(b"\n"), read_lines(path))
-    for_text, for_size = itertools.tee(whole)
-    yield from zip(for_size, parse_lines(for_text, path), strict=True)
+    whole_lines = itertools.takewhile(lambda line: line.endswith(b"\n"), read_lines(path))
+    lines, lines_to_parse = itertools.tee(whole_lines)
+    yield from zip(lines, parse_lines(lines_to_parse, path), strict=True)
 
 
 def is_sample(record: Mapping[str, Any]) -> bool:
     """Whether a line has all fields of a judged sample."""
-    return (
-        has_fields(record, _FIELDS)
-        and record["stop"] in set(Stop)
-        and min(record["prompt_tokens"], record["response_tokens"]) >= 0
-        and not isinstance(record["label"], bool)
-        and record["label"] in ((None, 0, 1) if record["failure"] is None else (None,))
-    )
+    if not has_fields(record, _FIELDS) or record["stop"] not in set(Stop):
+        return False
+    if min(record["prompt_tokens"], record["response_tokens"]) < 0:
+        return False
+    label = record["label"]
+    if isinstance(label, bool):
+        return False
+    # A sample that could not be judged has no label.
+    return label is None if record["failure"] is not None else label in (None, 0, 1)
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:

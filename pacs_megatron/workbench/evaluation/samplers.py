@@ -43,24 +43,32 @@ def push_folder(
 ) -> str:
     """Sends a folder's weights to `receiver`, if there is one, and returns their digest.
 
-    Raises SyncError; CheckpointError for a tensor that differs from `certified`, its digest by
-    name.
-    """
+    Args:
+        folder: the weights.
+        receiver: None computes the digest only.
+        version: of the weights.
+        certified: tensor name -> xxh3-128 that the tensor must have.
 
-    def checked() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in folder.names:
-            tensor = folder.get(name)
-            if (
-                name in certified
-                and xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)) != certified[name]
-            ):
+    Raises:
+        SyncError: the receiver failed.
+        CheckpointError: a tensor differs from its digest.
+    """
+    receivers = [] if receiver is None else [receiver]
+    return push(version, _tensors(folder, certified), receivers)
+
+
+def _tensors(folder: HfFolder, certified: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a folder. Raises CheckpointError for one that differs from its digest."""
+    for name in folder.names:
+        tensor = folder.get(name)
+        if name in certified:
+            digest = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))
+            if digest != certified[name]:
                 raise CheckpointError(
                     f"{folder.path}: {name} was altered since the export (its digest is not that "
                     f"of {CERTIFICATE_NAME}); export again, or pass --no-verify"
                 )
-            yield name, tensor
-
-    return push(version, checked(), [] if receiver is None else [receiver])
+        yield name, tensor
 
 
 class EmbeddedSampler(Closing):
@@ -78,6 +86,7 @@ class EmbeddedSampler(Closing):
         self._engine: EmbeddedEngine
 
     def describe(self) -> dict[str, Any]:
+        """The settings that change a response."""
         return {"engine": "embedded", "dtype": self._options.dtype, "batch_sequences": self.chunk}
 
     @report_wait("for the model to load")
@@ -106,23 +115,32 @@ class ServerSampler(Closing):
     chunk = 1
 
     def __init__(self, options: SglangRollout, model: ModelOptions, folder: Path) -> None:
-        """`folder` contains the servers' logs, and the weights unless `sync.folder` is set."""
+        """Starts no server yet.
+
+        Args:
+            options: of the servers.
+            model: of the run; `load` replaces its path.
+            folder: of the servers' logs, and of the weights unless `sync.folder` is set.
+        """
         sync = options.sync.model_copy(update={"transport": "disk", "verify": "full"})
         self._options = options.model_copy(update={"sync": sync, "servers": _all_gpus(options)})
         self._model_options = model
         self._folder = folder
         self._version = -1
-        self._shape: Any = None
+        self._identity: Any = None
+        """Architecture and stop tokens of the model that the servers were started for"""
         self._model: HfFolder
         self._sync: ServerSync
         self._engine: SglangEngine | None = None
         self._lock = threading.Lock()
+        """One weight update at a time"""
         self._ended = threading.Event()
-        """the lock: one weight update at a time; the event: `close` was called"""
+        """`close` was called"""
         self._thread = threading.Thread(target=self._watch, name="eval weights", daemon=True)
         self._thread.start()
 
     def describe(self) -> dict[str, Any]:
+        """The settings that change a response."""
         return {
             "engine": "sglang",
             "dtype": self._options.dtype,
@@ -130,22 +148,29 @@ class ServerSampler(Closing):
         }
 
     def load(self, folder: HfFolder, tokenizer: Any) -> None:
-        """Raises RolloutError if a server does not start, SyncError if no server has the weights."""
-        shape = load_spec(folder.path), stop_token_ids(tokenizer, str(folder.path))
+        """Gives all servers the weights of `folder`; starts or restarts managed ones if needed.
+
+        Raises:
+            RolloutError: a server does not start.
+            SyncError: no server has the weights.
+        """
+        spec = load_spec(folder.path)
+        identity = (spec, stop_token_ids(tokenizer, str(folder.path)))
         with self._lock:
-            if self._engine is None or shape != self._shape:
+            if self._engine is None or identity != self._identity:
                 self._end_servers()
-                self._sync = server_sync(self._options, shape[0], self._folder / "weights")
+                self._sync = server_sync(self._options, spec, self._folder / "weights")
                 model = self._model_options.model_copy(update={"path": str(folder.path)})
                 self._engine = open_engine(self._options, model, self._folder)
-            self._shape = shape
+
+            self._identity = identity
             self._model = folder
             self._version = self._version + 1
             self._engine.begin_update()
             status = self._engine.status()
-            digest = self._push(
-                [s.url for s in status if s.health is not Health.DEAD] or [s.url for s in status]
-            )
+            urls = [server.url for server in status if server.health is not Health.DEAD]
+            # If all are dead, the update to all of them reports why.
+            digest = self._push(urls or [server.url for server in status])
             self._engine.set_current(self._version, digest)
 
     def stream(self, requests: Sequence[SampleRequest]) -> Iterable[Sample]:
@@ -153,20 +178,31 @@ class ServerSampler(Closing):
         return self._engine.stream(requests)
 
     def _push(self, urls: Sequence[str]) -> str:
+        """Sends the weights to these servers and returns their digest."""
         self._sync.set_targets(server_apis(self._options, tuple(urls)))
         return push_folder(self._model, self._sync, self._version)
 
     def _watch(self) -> None:
+        """Sends the weights to restarted servers until `close`."""
         while not self._ended.wait(self._options.probe_interval_s):
             with self._lock:
-                status = [] if self._engine is None else self._engine.status()
-                behind = [s.url for s in status if s.health is Health.STALE and not s.restarting]
-                if behind:
-                    logger.info("sending the weights to %s, which restarted", ", ".join(behind))
-                    with contextlib.suppress(
-                        SyncError
-                    ):  # logged by the update; the next round tries again
-                        self._push(behind)
+                urls = self._stale_urls()
+                if not urls:
+                    continue
+                logger.info("sending the weights to %s, which restarted", ", ".join(urls))
+                # The update logs an error; the next round tries again.
+                with contextlib.suppress(SyncError):
+                    self._push(urls)
+
+    def _stale_urls(self) -> list[str]:
+        """Servers that respond and have other weights."""
+        if self._engine is None:
+            return []
+        urls = []
+        for server in self._engine.status():
+            if server.health is Health.STALE and not server.restarting:
+                urls.append(server.url)
+        return urls
 
     def _end_servers(self) -> None:
         if self._engine is not None:
@@ -188,5 +224,6 @@ def _all_gpus(options: SglangRollout) -> Any:
     if servers is None or servers.device == "cpu" or servers.visible_devices:
         return servers
     count = torch.cuda.device_count() // servers.tp or servers.count
-    memory = None if servers.colocated else servers.mem_fraction
-    return servers.model_copy(update={"count": count, "colocated": False, "mem_fraction": memory})
+    mem_fraction = None if servers.colocated else servers.mem_fraction
+    changes = {"count": count, "colocated": False, "mem_fraction": mem_fraction}
+    return servers.model_copy(update=changes)
