@@ -1,12 +1,12 @@
 """Certifies many cases in one session and appends a line of JSON for each to a log; cases in the
 log are skipped.
 
-    python -m tests.support.certify_campaign LOG planted
-    python -m tests.support.certify_campaign LOG shipped rivals random --seeds 0 200
+    python -m tests.support.certify_campaign LOG injected
+    python -m tests.support.certify_campaign LOG shipped examples random --seeds 0 200
 
 Each line: kind, case, result, what deviated first, seconds, and the largest deviation of each
-quantity. The exit code is 1 if a planted error is green or a correct configuration red. SIGTERM
-ends it between two cases.
+quantity. The exit code is 1 if the first deviation of an injected error is not a number, or a
+correct configuration is red. SIGTERM ends it between two cases.
 """
 
 from __future__ import annotations
@@ -20,73 +20,73 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
+from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.run import certify, make_case
-from tests.distributed.workbench.certify.test_run import RIVALS, SHIPPED
-from tests.support.policies.certify_runs import KIN_RUNS, UNSEEN, random_run, write_run
+from tests.support.policies.certify_runs import (
+    EXAMPLE_FOLDER,
+    EXAMPLES,
+    OBJECTIVE_RUNS,
+    SHIPPED,
+    UNSEEN,
+    random_run,
+    write_run,
+)
 from tests.support.policies.changed_runs import CHANGED, certify_changed
-from tests.support.policies.planted_more import PLANTED
+from tests.support.policies.injected_errors import INJECTED_ERRORS, is_number
 from tests.support.policies.unseen_runs import COMBINATIONS
 
-KINDS = ("planted", "shipped", "rivals", "unseen", "changed", "combinations", "random", "kin")
-EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
+KINDS = (
+    "injected",
+    "shipped",
+    "examples",
+    "unseen",
+    "changed",
+    "combinations",
+    "random",
+    "objectives",
+)
+Key = tuple[str, str]
+"""(kind, case)"""
 
 
-def cases(kinds: list[str], seeds: range) -> Iterator[tuple[str, str]]:
+def cases(kinds: list[str], seeds: range) -> Iterator[Key]:
     names: dict[str, Iterable[str]] = {
-        "planted": PLANTED,
+        "injected": INJECTED_ERRORS,
         "shipped": SHIPPED,
-        "rivals": RIVALS,
+        "examples": EXAMPLES,
         "random": [str(seed) for seed in seeds],
         "unseen": UNSEEN,
         "changed": CHANGED,
         "combinations": COMBINATIONS,
-        "kin": KIN_RUNS,
+        "objectives": OBJECTIVE_RUNS,
     }
-    yield from ((kind, name) for kind in kinds for name in names[kind])
+    for kind in kinds:
+        for name in names[kind]:
+            yield kind, name
 
 
-def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
+def run_case(kind: str, name: str, folder: Path) -> dict[str, Any]:
     """One line of the log."""
     patch = pytest.MonkeyPatch()
     before = dict(os.environ)
     start = time.monotonic()
     try:
-        path = folder / "run.yaml"
-        overrides = []
-        if kind == "planted":
-            path = write_run(folder, PLANTED[name].changes, PLANTED[name].family)
-            PLANTED[name].plant(patch)
-        elif kind in ("random", "unseen", "kin"):
-            family, changes = (
-                random_run(int(name)) if kind == "random" else (UNSEEN | KIN_RUNS)[name]
-            )
-            path = write_run(folder, changes, family)
-            make_case(load_config(path), None)
-        elif kind == "shipped":
-            path = run_file(name)
-        elif kind == "rivals":
-            path = EXAMPLES / f"{name}.yaml"
-            overrides = RIVALS[name]
-        if kind in ("changed", "combinations"):
-            certificate = certify_changed(folder, (CHANGED | COMBINATIONS)[name])
-        else:
-            found = certify(path, overrides, out=folder / "certificate")
-            assert found is not None
-            certificate = found
+        certificate = certify_case(kind, name, folder, patch)
     except ConfigError as error:
         return {"kind": kind, "case": name, "result": "not legal", "first_deviation": str(error)}
     finally:
         patch.undo()
         os.environ.clear()
         os.environ.update(before)
+
     content = certificate.content
-    largest = {quantity["name"]: quantity["largest"] for quantity in content["quantities"]}
     return {
         "kind": kind,
         "case": name,
@@ -94,9 +94,51 @@ def run_case(kind: str, name: str, folder: Path) -> dict[str, object]:
         "first_deviation": content["first_deviation"],
         "seconds": round(time.monotonic() - start, 1),
         "largest": {
-            name: float(f"{v:.3g}") if isinstance(v, float) else v for name, v in largest.items()
+            quantity["name"]: three_digits(quantity["largest"])
+            for quantity in content["quantities"]
         },
     }
+
+
+def certify_case(kind: str, name: str, folder: Path, patch: pytest.MonkeyPatch) -> Certificate:
+    overrides: list[str] = []
+    match kind:
+        case "changed" | "combinations":
+            return certify_changed(folder, (CHANGED | COMBINATIONS)[name])
+        case "injected":
+            error = INJECTED_ERRORS[name]
+            path = write_run(folder, error.changes, error.family)
+            error.inject(patch)
+        case "shipped":
+            path = run_file(name)
+        case "examples":
+            path = EXAMPLE_FOLDER / f"{name}.yaml"
+            overrides = EXAMPLES[name]
+        case _:
+            family, changes = drawn_run(kind, name)
+            path = write_run(folder, changes, family)
+            make_case(load_config(path), None)
+
+    certificate = certify(path, overrides, out=folder / "certificate")
+    assert certificate is not None
+    return certificate
+
+
+def drawn_run(kind: str, name: str) -> tuple[str, dict[str, Any]]:
+    """(model of CASES, changes)"""
+    if kind == "random":
+        return random_run(int(name))
+    return (UNSEEN | OBJECTIVE_RUNS)[name]
+
+
+def three_digits(largest: float | str) -> float | str:
+    return float(f"{largest:.3g}") if isinstance(largest, float) else largest
+
+
+def is_wrong(kind: str, line: dict[str, Any]) -> bool:
+    if kind == "injected":
+        return not is_number(line["first_deviation"])
+    return bool(line["result"] == "red")
 
 
 def main() -> int:
@@ -107,20 +149,24 @@ def main() -> int:
     options = parser.parse_args()
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
+
+    done: dict[Key, dict[str, Any]] = {}
     lines = options.log.read_text().splitlines() if options.log.exists() else []
-    done = {(line["kind"], line["case"]): line for line in map(json.loads, lines)}
+    for text in lines:
+        line = json.loads(text)
+        done[line["kind"], line["case"]] = line
+
     for kind, name in cases(options.kinds, range(*options.seeds)):
-        if (kind, name) not in done and not stops:
-            with tempfile.TemporaryDirectory() as folder:
-                line = done[kind, name] = run_case(kind, name, Path(folder))
-            with options.log.open("a") as log:
-                log.write(json.dumps(line) + "\n")
-            print(f"{line['result']:10} {kind} {name}: {line['first_deviation']}", flush=True)
-    wrong = [
-        key
-        for key, line in done.items()
-        if line["result"] == ("green" if key[0] == "planted" else "red")
-    ]
+        if (kind, name) in done or stops:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            line = run_case(kind, name, Path(folder))
+        done[kind, name] = line
+        with options.log.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+        print(f"{line['result']:10} {kind} {name}: {line['first_deviation']}", flush=True)
+
+    wrong = [key for key, line in done.items() if is_wrong(key[0], line)]
     print(f"{len(done)} cases, {len(wrong)} of them wrong: {wrong}")
     return int(bool(wrong))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +15,7 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.launch.certified import CERTIFICATE_FILE, digest_of, package_versions
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.runtime.files import write_outputs
-from pacs_megatron.workbench.certify.compare import Comparison
+from pacs_megatron.workbench.certify.compare import Deviations, Quantity
 from pacs_megatron.workbench.certify.shrink import Case
 
 
@@ -23,33 +25,33 @@ class Certificate:
 
     folder: Path
     content: dict[str, Any]
+    """of certificate.json"""
 
     @classmethod
     def of(
         cls,
         loaded: LoadedConfig,
         case: Case,
-        found: Comparison,
+        deviations: Deviations,
         folder: Path,
         *,
         seconds: float,
         on_gpu: bool,
     ) -> Certificate:
-        """The certificate of a comparison."""
-        own = _precision(loaded.config)
-        compared = _precision(case.config)
-        precision = f"{compared} on {'GPUs' if on_gpu else 'CPU'}"
-        not_certified = {
-            f"{own}, the run's own precision: {precision} was compared; use slurm/certify.sbatch": own
-            != compared,
-            "speed, memory and the behaviour at full size": True,
-            "rollouts, rewards, admission, evaluation and weight sync: the samples are recorded": True,
-            "Transformer Engine, NCCL and fused kernels: the CPU has Megatron's local layers and "
-            "gloo": not on_gpu,
-        }
+        """The certificate of a comparison.
+
+        Args:
+            loaded: the user's configuration.
+            case: its tiny case.
+            deviations: of the case's run from the reference.
+            folder: where `write` puts it.
+            seconds: wall-clock time of all processes.
+            on_gpu: whether the case ran on GPUs.
+        """
+        precision = f"{_precision(case.config)} on {'GPUs' if on_gpu else 'CPU'}"
         content = {
-            "result": "red" if found.first else "green",
-            "first_deviation": found.first,
+            "result": "red" if deviations.first else "green",
+            "first_deviation": deviations.first,
             "configuration": str(loaded.path),
             "digest": digest_of(loaded.config),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -57,17 +59,9 @@ class Certificate:
             "precision": precision,
             "versions": package_versions(),
             "changes": list(case.changes),
-            "not_certified": [text for text, applies in not_certified.items() if applies],
-            "metrics_not_compared": sorted(found.not_compared),
-            "quantities": [
-                asdict(q)
-                | {
-                    "largest": q.largest
-                    if q.largest < float("inf")
-                    else "not a number, or another shape"
-                }
-                for q in found.quantities.values()
-            ],
+            "not_certified": _not_certified(loaded.config, case.config, precision, on_gpu=on_gpu),
+            "metrics_not_compared": sorted(deviations.not_compared),
+            "quantities": [_quantity(quantity) for quantity in deviations.quantities.values()],
         }
         return cls(folder, content)
 
@@ -77,11 +71,15 @@ class Certificate:
 
     def line(self) -> str:
         """The result in one line."""
-        c = self.content
+        content = self.content
         if not self.is_green:
-            return f"NOT certified: {c['first_deviation']}; {self.folder}"
-        total = sum(q["compared"] for q in c["quantities"])
-        return f"certified ({c['precision']}): {total} numbers equal the reference, {c['seconds']} s; {self.folder}"
+            return f"NOT certified: {content['first_deviation']}; {self.folder}"
+
+        total = sum(quantity["compared"] for quantity in content["quantities"])
+        return (
+            f"certified ({content['precision']}): {total} numbers equal the reference, "
+            f"{content['seconds']} s; {self.folder}"
+        )
 
     def write(self) -> None:
         """Writes `certificate.json` and `certificate.html`; does not replace the certificate of an
@@ -96,34 +94,80 @@ class Certificate:
         )
 
     def _page(self) -> str:
-        c = self.content
-        facts = {
-            key: value for key, value in c.items() if isinstance(value, str | float) and value
-        } | c["versions"]
-        quantities = [
-            f"{q['name']}: largest deviation {q['largest']} {q['unit']}, tolerance "
-            f"{q['tolerance']:g}, {q['compared']} "
-            f"numbers{' (' + q['where'] + ')' if q['where'] else ''}"
-            for q in c["quantities"]
-        ]
-        title = f"Certificate: {c['result']}"
+        content = self.content
+        title = f"Certificate: {content['result']}"
         colour = "right" if self.is_green else "wrong"
+        facts = {
+            key: value for key, value in content.items() if isinstance(value, str | float) and value
+        }
         rows = "".join(
             f"<dt>{safe_text(key)}</dt><dd>{safe_text(str(value))}</dd>"
-            for key, value in facts.items()
+            for key, value in (facts | content["versions"]).items()
         )
-        body = f"<main><h1 class={colour}>{title}</h1><div class=card><dl>{rows}</dl></div>"
-        for heading, lines in (
-            ("Compared with the reference", quantities),
-            ("Differences between the run and the case", c["changes"]),
-            ("Not certified", c["not_certified"]),
-            ("Metrics that the reference does not compute", c["metrics_not_compared"]),
-        ):
-            items = "".join(f"<li>{safe_text(line)}</li>" for line in lines or ["none"])
-            body += f"<h2>{heading}</h2><div class=card><ul>{items}</ul></div>"
+        body = (
+            f"<main><h1 class={colour}>{title}</h1><div class=card><dl>{rows}</dl></div>"
+            + _card("Compared with the reference", map(_line_of, content["quantities"]))
+            + _card("Differences between the run and the case", content["changes"])
+            + _card("Not certified", content["not_certified"])
+            + _card("Metrics that the reference does not compute", content["metrics_not_compared"])
+        )
         return page(title, f"{body}</main>")
+
+
+def _card(heading: str, lines: Iterable[str]) -> str:
+    """A list under a heading; an empty one has the item "none"."""
+    items = "".join(f"<li>{safe_text(line)}</li>" for line in list(lines) or ["none"])
+    return f"<h2>{heading}</h2><div class=card><ul>{items}</ul></div>"
+
+
+def _line_of(quantity: dict[str, Any]) -> str:
+    where = f" ({quantity['where']})" if quantity["where"] else ""
+    return (
+        f"{quantity['name']}: largest deviation {quantity['largest']} {quantity['unit']}, "
+        f"tolerance {quantity['tolerance']:g}, {quantity['compared']} numbers{where}"
+    )
+
+
+def _quantity(quantity: Quantity) -> dict[str, Any]:
+    """The JSON of a quantity; JSON has no infinity."""
+    values = asdict(quantity)
+    if not math.isfinite(quantity.largest):
+        values["largest"] = "not a number, or another shape"
+    return values
+
+
+def _not_certified(
+    config: RunConfig, compared: RunConfig, precision: str, *, on_gpu: bool
+) -> list[str]:
+    """What the certificate does not cover.
+
+    Args:
+        config: of the run.
+        compared: of the case.
+        precision: of the case, for the text.
+        on_gpu: whether the case ran on GPUs.
+    """
+    lines = []
+    own_precision = _precision(config)
+    if own_precision != _precision(compared):
+        lines.append(
+            f"{own_precision}, the run's own precision: {precision} was compared; use "
+            "slurm/certify.sbatch"
+        )
+    lines.append("speed, memory and the behaviour at full size")
+    lines.append(
+        "rollouts, rewards, admission, evaluation and weight sync: the samples are recorded"
+    )
+    if not on_gpu:
+        lines.append(
+            "Transformer Engine, NCCL and fused kernels: the CPU has Megatron's local layers and "
+            "gloo"
+        )
+    return lines
 
 
 def _precision(config: RunConfig) -> str:
     fp8 = config.precision.fp8
-    return config.precision.dtype + (f" with FP8 ({fp8.recipe})" if fp8 else "")
+    if fp8 is None:
+        return config.precision.dtype
+    return f"{config.precision.dtype} with FP8 ({fp8.recipe})"

@@ -7,7 +7,9 @@ from pacs_megatron.workbench.certify.run import certify
 
 
 def run_certify(**options: Any) -> tuple[str, int] | int:
-    """(the result in one line, exit code), or the exit code alone on a rank that does not report."""
+    """The result in one line with the exit code, or the exit code alone on a rank that does not
+    report.
+    """
     certificate = certify(**options)
     if certificate is None:
         return ExitCode.OK

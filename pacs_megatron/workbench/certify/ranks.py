@@ -16,45 +16,56 @@ from torch import Tensor
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Interrupted, MiniBatch, SampleFacts, TokenBuffers, UpdateReport
-from pacs_megatron.convert.convert import Options, hf_to_megatron, megatron_to_hf
+from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.base import CommonOptions
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.policy.critic import Critic
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
+from pacs_megatron.training import saving
 from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saver import Saver
-from pacs_megatron.training.saving import resume, save
 from pacs_megatron.training.signals import StopFlag
 from pacs_megatron.training.step import train_step
 from pacs_megatron.workbench.certify.shrink import Case
 
 
 class _RecordedLoss(UpdateLoss):
-    """The loss of an update.
+    """The loss of an update, which keeps log-probs and derivatives of each sample."""
 
-    `found`: row -> (log-probs, derivatives of the loss by them), both [response].
-    """
-
-    found: dict[int, tuple[np.ndarray, np.ndarray]]
+    recorded: dict[int, tuple[np.ndarray, np.ndarray]]
+    """row -> (log-probs, derivatives of the loss by them), [response] each, of the whole class"""
 
     def __call__(
         self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, report = super().__call__(batch, logprobs, entropy)
-        slopes = torch.zeros_like(logprobs)
+        derivatives = torch.zeros_like(logprobs)
         if loss.requires_grad:
-            slopes = torch.autograd.grad(loss, logprobs, retain_graph=True)[0]
-        ends = np.cumsum(batch.response_lens)[:-1]
-        parts = [np.split(batch.gather(v.detach()).cpu().numpy(), ends) for v in (logprobs, slopes)]
-        self.found.update({int(row): pair for row, *pair in zip(batch.rows, *parts, strict=False)})
+            (derivatives,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
+
+        logprobs_by_sample = _by_sample(batch, logprobs)
+        derivatives_by_sample = _by_sample(batch, derivatives)
+        for place, row in enumerate(batch.rows):
+            self.recorded[int(row)] = (logprobs_by_sample[place], derivatives_by_sample[place])
         return loss, report
+
+
+def _by_sample(batch: MicroBatch, values: Tensor) -> list[np.ndarray]:
+    """One array [response] for each sample of the micro-batch, of this rank's `values` [local].
+
+    Collective over the context-parallel ranks.
+    """
+    of_all_ranks = batch.gather(values.detach()).cpu().numpy()
+    return np.split(of_all_ranks, np.cumsum(batch.response_lens)[:-1])
 
 
 class _RecordedPolicy(MegatronPolicy):
@@ -67,36 +78,18 @@ class _RecordedPolicy(MegatronPolicy):
     number = 0
     """updates so far, of both attempts"""
     stop_after: int
+    """number of updates after which `stop` is set"""
     stop: StopFlag
 
     def update(self, minibatch: MiniBatch, *args: Any) -> UpdateReport:
-        _RecordedLoss.found = {}
+        _RecordedLoss.recorded = {}
         report = super().update(minibatch, *args)
         self.number += 1
-        facts = minibatch.facts
-        found = _RecordedLoss.found
-        sources: dict[str, Mapping[int, np.ndarray] | None] = {
-            "start": minibatch.step_start_logprobs,
-            "reference": minibatch.reference_logprobs,
-            "update": {row: pair[0] for row, pair in found.items()},
-            "coefficient": {row: pair[1] for row, pair in found.items()},
-        }
-        arrays: dict[str, Any] = {
-            f"{name} {facts.ids[row]}": value
-            for name, values in sources.items()
-            for row, value in (values or {}).items()
-        }
-        np.savez(self.folder / f"update_{self.number}.{self.rank.rank}.npz", **arrays)
-        numbers = {name: getattr(report, name) for name in ("grad_norm", "is_clipped", "lr")} | {
-            "version": self.version,
-            "metrics": {
-                k: (v, report.denominators.get(k, facts.num_samples))
-                for k, v in report.metrics.items()
-            },
-        }
-        (self.folder / f"update_{self.number}.{self.rank.rank}.json").write_text(
-            json.dumps(numbers)
-        )
+
+        file = self.folder / f"update_{self.number}.{self.rank.rank}"
+        np.savez(f"{file}.npz", **_sample_arrays(minibatch, _RecordedLoss.recorded))
+        content = _report_content(report, self.version, minibatch.facts.num_samples)
+        Path(f"{file}.json").write_text(json.dumps(content))
         _write_weights(self, self.folder / f"weights_{self.number}")
         if self.number == self.stop_after:
             self.stop.reason = "certify"
@@ -109,15 +102,52 @@ class _RecordedPolicy(MegatronPolicy):
         """
         for name in ("exp_avg", "exp_avg_sq"):
             for part in self.optimizer.optimizers():
-                for group in part.optimizer.param_groups if part.optimizer is not None else ():
-                    for parameter in group["params"]:
-                        parameter.data.copy_(part.optimizer.state[parameter][name])
-                if hasattr(part, "_copy_main_params_to_model_params"):
-                    part._copy_main_params_to_model_params()
+                self._replace_weights(part, name)
             for chunk in self.chunks:
                 if chunk.ddp_config.use_distributed_optimizer:
                     chunk.start_param_sync(force_sync=True)
             _write_weights(self, self.folder / name)
+
+    def _replace_weights(self, part: Any, name: str) -> None:
+        """Copies the moments `name` of one of Megatron's optimizers into its weights."""
+        param_groups = [] if part.optimizer is None else part.optimizer.param_groups
+        for group in param_groups:
+            for parameter in group["params"]:
+                parameter.data.copy_(part.optimizer.state[parameter][name])
+        # The model's own parameters are copies of the optimizer's.
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+
+
+def _sample_arrays(
+    minibatch: MiniBatch, recorded: Mapping[int, tuple[np.ndarray, np.ndarray]]
+) -> dict[str, Any]:
+    """ "<kind> <sample id>" -> float32 [response] of this rank's samples."""
+    by_kind: dict[str, Mapping[int, np.ndarray]] = {
+        "start": minibatch.step_start_logprobs or {},
+        "reference": minibatch.reference_logprobs or {},
+        "update": {row: logprobs for row, (logprobs, _) in recorded.items()},
+        "coefficient": {row: derivatives for row, (_, derivatives) in recorded.items()},
+    }
+    arrays = {}
+    for kind, by_row in by_kind.items():
+        for row, values in by_row.items():
+            arrays[f"{kind} {minibatch.facts.ids[row]}"] = values
+    return arrays
+
+
+def _report_content(report: UpdateReport, version: int, num_samples: int) -> dict[str, Any]:
+    """JSON of an update's report, with the denominator of each metric."""
+    metrics = {}
+    for name, value in report.metrics.items():
+        metrics[name] = (value, report.denominators.get(name, num_samples))
+    return {
+        "grad_norm": report.grad_norm,
+        "is_clipped": report.is_clipped,
+        "lr": report.lr,
+        "version": version,
+        "metrics": metrics,
+    }
 
 
 class _RecordedCritic(Critic):
@@ -133,16 +163,18 @@ class _RecordedCritic(Critic):
 
 def _write_weights(model: MegatronPolicy, file: Path) -> None:
     """Every tensor under its Hugging Face name. Collective."""
-    tensors: dict[str, Any] = {
-        key: tensor.float().cpu().numpy().copy() for key, tensor in model.export_weights()
-    }
+    tensors: dict[str, Any] = {}
+    for name, tensor in model.export_weights():
+        # A copy, because the export may use one buffer for several tensors.
+        tensors[name] = tensor.float().cpu().numpy().copy()
+
     digest = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
     file.with_name(f"{file.name}.{model.rank.rank}.digest").write_text(digest)
     if model.rank.rank == 0:
         np.savez(f"{file}.npz", **tensors)
 
 
-class _Recorded:
+class _RecordedRollouts:
     """Replaces `rollout.collect.Rollouts` by the samples of the case."""
 
     def __init__(self, folder: Path, *, is_first: bool) -> None:
@@ -151,10 +183,14 @@ class _Recorded:
         self._is_first = is_first
 
     def collect(self, step: int) -> StepSamples:
-        names = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
         facts = SampleFacts(
             ids=tuple(self._ids[str(step)]),
-            **{name: self._data[f"{step}.{name}"] for name in names},
+            groups=self._data[f"{step}.groups"],
+            labels=self._data[f"{step}.labels"],
+            rewards=self._data[f"{step}.rewards"],
+            prompt_lens=self._data[f"{step}.prompt_lens"],
+            response_lens=self._data[f"{step}.response_lens"],
+            truncated=self._data[f"{step}.truncated"],
         )
         tokens = TokenBuffers(
             index=np.arange(facts.num_samples),
@@ -179,33 +215,63 @@ def attempt(case: Case, folder: Path, number: int) -> None:
 
     Collective over the ranks of the attempt's layout. Its files are in `folder/product`.
     """
+    run = _build_run(case, folder, number)
+    policy = run.policy
+    assert isinstance(policy, _RecordedPolicy)
+    progress = saving.resume(run) or RunProgress(row={})
+    policy.number = case.stop_after if number else 0
+    _write_weights(policy, policy.folder / f"start_{number}")
+
+    # With one update a step, the first attempt ends between two steps; else the stop request ends
+    # it inside one.
+    ends_between_steps = number == 0 and run.config.batch.updates_per_step == 1
+    last_step = case.stop_after if ends_between_steps else case.steps
+    rows: dict[int, dict[str, float | None]] = {}
+    with suppress(Interrupted):
+        while progress.step < last_step:
+            progress.complete_step(train_step(run, progress))
+            rows[progress.step] = progress.row or {}
+    saving.save(run, progress, final=True)
+
+    if run.rank.rank == 0:
+        (policy.folder / f"rows_{number}.json").write_text(json.dumps(rows))
+    if number:
+        export_hf(run, policy, policy.folder / "hf")
+        policy.write_moments()
+    # An early exit of a rank would reset the connections of other ranks.
+    dist.barrier(group=run.rank.control)
+    groups.shutdown(keep_world=True)
+
+
+def _build_run(case: Case, folder: Path, number: int) -> RunContext:
+    """The training run of an attempt, on recorded samples. Collective."""
     config = case.config.model_copy(update={"parallel": case.parallel(number)})
     channel = join(config)
     rank = channel.rank
-    clip_grad = json.loads((folder / "case.json").read_text())["clip_grad"]
-    changes: dict[str, Any] = {"clip_grad": clip_grad}
-    if isinstance(config.objective, PpoOptions):
-        changes["critic"] = config.objective.critic.model_copy(
-            update={"path": str(folder / "critic")}
-        )
-    config = config.model_copy(update={"objective": config.objective.model_copy(update=changes)})
-    place = (folder / "run", folder / "model", rank)
-    policy = build_policy(config, *place, _RecordedPolicy)
-    stop = StopFlag(folder / "run")
+    config = config.model_copy(update={"objective": _case_objective(config, folder)})
+
+    run_dir = folder / "run"
+    model_dir = folder / "model"
+    policy = build_policy(config, run_dir, model_dir, rank, _RecordedPolicy)
+    stop = StopFlag(run_dir)
     assert isinstance(policy, _RecordedPolicy)
     policy.folder = folder / "product"
     policy.stop = stop
     policy.stop_after = case.stop_after
-    run = RunContext(
+    critic = build_critic(config, run_dir, model_dir, rank, _RecordedCritic)
+    if isinstance(critic, _RecordedCritic):
+        critic.policy = policy
+
+    return RunContext(
         config=config,
-        run_dir=folder / "run",
-        model_dir=folder / "model",
+        run_dir=run_dir,
+        model_dir=model_dir,
         rank=rank,
         channel=channel,
         policy=policy,
-        critic=build_critic(config, *place, _RecordedCritic),
+        critic=critic,
         objective=build_objective(config.objective, updates_per_step=config.batch.updates_per_step),
-        rollouts=_Recorded(folder, is_first=rank.rank == 0),  # type: ignore[arg-type]
+        rollouts=_RecordedRollouts(folder, is_first=rank.rank == 0),  # type: ignore[arg-type]
         driver=None,
         engine=None,
         server_sync=None,
@@ -213,28 +279,16 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         saver=Saver(config, rank),
         stop=stop,
     )
-    if isinstance(run.critic, _RecordedCritic):
-        run.critic.policy = policy
-    progress = resume(run) or RunProgress(row={})
-    policy.number = case.stop_after if number else 0
-    _write_weights(policy, policy.folder / f"start_{number}")
-    rows: dict[int, dict[str, float | None]] = {}
-    with suppress(Interrupted):
-        while progress.step < (
-            case.steps if number or config.batch.updates_per_step > 1 else case.stop_after
-        ):
-            progress.complete_step(train_step(run, progress))
-            rows[progress.step] = progress.row or {}
-    save(run, progress, final=True)
-    if rank.rank == 0:
-        (policy.folder / f"rows_{number}.json").write_text(json.dumps(rows))
-    if number:
-        export_hf(run, policy, policy.folder / "hf")
-        policy.write_moments()
-    dist.barrier(
-        group=rank.control
-    )  # an early exit of a rank would reset the connections of other ranks
-    groups.shutdown(keep_world=True)
+
+
+def _case_objective(config: RunConfig, folder: Path) -> CommonOptions:
+    """The objective with the values that the reference chose: the limit of the norm, the critic."""
+    content = json.loads((folder / "case.json").read_text())
+    changes: dict[str, Any] = {"clip_grad": content["clip_grad"]}
+    if isinstance(config.objective, PpoOptions):
+        critic_path = str(folder / "critic")
+        changes["critic"] = config.objective.critic.model_copy(update={"path": critic_path})
+    return config.objective.model_copy(update=changes)
 
 
 def convert(folder: Path) -> None:
@@ -242,17 +296,19 @@ def convert(folder: Path) -> None:
     ranks' format.
     """
     product = folder / "product"
-    megatron_to_hf(folder / "run", Options(out=product / "to_hf"), step=None)
-    hf_to_megatron(str(product / "to_hf"), Options(out=product / "to_megatron"))
-    critic = find_checkpoint(folder / "run", None) / "critic"
+    megatron_to_hf(folder / "run", ConversionOptions(out=product / "to_hf"), step=None)
+    hf_to_megatron(str(product / "to_hf"), ConversionOptions(out=product / "to_megatron"))
     sources: dict[str, HfFolder | MegatronWeights] = {
         "export": HfFolder(product / "hf"),
         "convert to-hf": HfFolder(product / "to_hf"),
         "convert to-megatron": MegatronWeights(product / "to_megatron"),
     }
+
+    critic = find_checkpoint(folder / "run", None) / "critic"
     if critic.is_dir():
-        megatron_to_hf(critic, Options(out=product / "critic_to_hf"), step=None)
+        megatron_to_hf(critic, ConversionOptions(out=product / "critic_to_hf"), step=None)
         sources["critic to-hf"] = HfFolder(product / "critic_to_hf")
+
     for name, source in sources.items():
         tensors: dict[str, Any] = {key: source.get(key).float().numpy() for key in source.names}
         np.savez(product / f"{name}.npz", **tensors)

@@ -1,14 +1,13 @@
 """The reference of `certify`: a plain training loop.
 
-It imports only `formulas.py` from pacs_megatron, which imports nothing from it (a test reads the
-imports). It uses transformers in float64, one sample per forward, autograd through the whole
-mini-batch, and an AdamW and a schedule written from docs/configuration.md.
+With its parts (`reference_*.py`, `expected.py` and the formulas) it imports nothing else of
+pacs_megatron; a test reads the imports. It has transformers in float64, one sample a forward,
+autograd through the whole mini-batch, and an AdamW and a schedule of its own.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,460 +15,429 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pacs_megatron.workbench.certify import formulas
-from pacs_megatron.workbench.certify.formulas import Batch, Logps, Metrics
-
-CRITIC = "critic"
-"""Name of the critic's folder, beside the policy's folder"""
-
-
-class Model:
-    """A transformers model in float64.
-
-    `named` gives parameters and their moments the names of a checkpoint.
-    """
-
-    def __init__(self, folder: Path, temperature: float) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-        options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        kind = AutoModelForTokenClassification if folder.name == CRITIC else AutoModelForCausalLM
-        self.model = kind.from_pretrained(folder, dtype=torch.float64, **options).eval()
-        for module in self.model.modules():
-            if hasattr(module, "variance_epsilon"):  # transformers' norms compute in float32
-                norm = torch.nn.functional.rms_norm
-                shape = module.weight.shape
-                eps = module.variance_epsilon
-                module.forward = partial(
-                    norm, normalized_shape=shape, weight=module.weight, eps=eps
-                )
-        self.routers = [
-            _Router(module) for module in self.model.modules() if hasattr(module, "norm_topk_prob")
-        ]
-        self.temperature = temperature
-        self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
-
-    def sample(
-        self, ids: np.ndarray, prompt_len: int, routes: list[Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of one sample's response, with graph.
-
-        `routes`: the experts of each layer with experts.
-        """
-        every = torch.log_softmax(self._logits(ids, prompt_len, routes) / self.temperature, dim=-1)
-        tokens = torch.from_numpy(ids[prompt_len:].astype(np.int64))
-        return every.gather(1, tokens[:, None])[:, 0], -(every.exp() * every).sum(-1)
-
-    def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
-        """A critic's values before each token of one sample's response, with graph.
-
-        Its own router selects experts.
-        """
-        return self._logits(ids, prompt_len, [None] * len(self.routers))[:, 0]
-
-    def _logits(self, ids: np.ndarray, prompt_len: int, routes: Sequence[Tensor | None]) -> Tensor:
-        for router, chosen in zip(self.routers, routes, strict=False):
-            router.chosen = chosen
-        found: Tensor = self.model(
-            torch.from_numpy(ids.astype(np.int64))[None], use_cache=False
-        ).logits
-        return found[0, prompt_len - 1 : -1]
-
-    def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """With one tensor for each expert's projection."""
-        found: dict[str, Any] = {}
-        for key, value in values.items():
-            base, _, last = key.rpartition(".experts.")
-            for number, expert in enumerate(value.detach().numpy() if base else ()):
-                parts = [expert] if last == "down_proj" else np.split(expert, 2)
-                for name, part in zip(
-                    ("down_proj",) if len(parts) == 1 else ("gate_proj", "up_proj"),
-                    parts,
-                    strict=True,
-                ):
-                    found[f"{base}.experts.{number}.{name}.weight"] = part
-            found |= {} if base else {key: value.detach().numpy()}
-        return found
-
-    def copy(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
-
-    @torch.no_grad()
-    def set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, p in self.parameters.items():
-            p.copy_(weights[name])
-
-
-class _Router:
-    """The router of a Qwen3 layer with experts, in float64.
-
-    It uses the experts `chosen` [tokens, top k], if set.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.chosen: Tensor | None = None
-        module.forward = self
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = x.reshape(-1, x.shape[-1]) @ self.module.weight.T
-        every = logits.softmax(-1)
-        self.chosen = every.topk(self.module.top_k).indices if self.chosen is None else self.chosen
-        values = every.gather(1, self.chosen)
-        return (
-            logits,
-            values / values.sum(-1, keepdim=True) if self.module.norm_topk_prob else values,
-            self.chosen,
-        )
-
-
-def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
-    """Writes random weights for the config.json in `folder`, and the critic's; their range is wide
-    enough to show errors.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-
-    torch.manual_seed(seed)
-    config = (folder / "config.json").read_text()
-    models = (
-        (AutoModelForCausalLM, folder),
-        (AutoModelForTokenClassification, folder.with_name(CRITIC)),
-    )
-    for kind, target in models if with_critic else models[:1]:
-        labels = {"num_labels": 1} if target != folder else {}
-        model = kind.from_config(AutoConfig.from_pretrained(folder, **labels), dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            with torch.no_grad():
-                parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.12)
-        model.save_pretrained(target)
-    (folder / "config.json").write_text(config)
-
-
-class Adam:
-    """AdamW with decoupled decay of matrices only, clipping by the global norm, and the schedule."""
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], o: Mapping[str, Any], clip: float, total: int
-    ) -> None:
-        self.parameters = parameters
-        self.o = o
-        self.clip = clip
-        self.total = total
-        self.reset()
-
-    def reset(self) -> None:
-        self.count = 0
-        self.first, self.second = (
-            {name: torch.zeros_like(p) for name, p in self.parameters.items()} for _ in "mv"
-        )
-
-    def norm(self) -> float:
-        return math.sqrt(
-            sum(float(p.grad.pow(2).sum()) for p in self.parameters.values() if p.grad is not None)
-        )
-
-    def clips(self, norm: float) -> bool:
-        return 0 < self.clip < norm
-
-    def rate(self, number: int) -> float:
-        """Learning rate of the planned update `number`, from 1."""
-        o = self.o
-        warmup = min(self.o["warmup_updates"], self.total - 1)
-        if number <= warmup:
-            return float(o["lr"] * number / warmup)
-        if o["schedule"] == "constant":
-            return float(o["lr"])
-        last = self.total + (o["min_lr"] == 0)  # the last update uses min_lr, unless min_lr is 0
-        done = (number - warmup) / (last - warmup)
-        share = 1 - done if o["schedule"] == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return float(o["min_lr"] + share * (o["lr"] - o["min_lr"]))
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        o = self.o
-        norm = self.norm()
-        scale = self.clip / (norm + 1e-6) if self.clips(norm) else 1.0
-        self.count += 1
-        b1 = o["adam_beta1"]
-        b2 = o["adam_beta2"]
-        for name, p in self.parameters.items():
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad * scale
-            m = self.first[name].mul_(b1).add_(gradient, alpha=1 - b1) / (1 - b1**self.count)
-            v = self.second[name].mul_(b2).add_(gradient * gradient, alpha=1 - b2) / (
-                1 - b2**self.count
-            )
-            p *= 1 - lr * (o["weight_decay"] if p.ndim > 1 else 0.0)
-            p -= lr * m / (v.sqrt() + o["adam_eps"])
+from pacs_megatron.workbench.certify import expected
+from pacs_megatron.workbench.certify.formulas import (
+    OBJECTIVES,
+    Batch,
+    Metrics,
+    PerSample,
+    estimates,
+    value_loss,
+)
+from pacs_megatron.workbench.certify.reference_adam import Adam
+from pacs_megatron.workbench.certify.reference_case import (
+    Step,
+    per_sample,
+    read_case,
+    read_steps,
+    write_sampler,
+)
+from pacs_megatron.workbench.certify.reference_model import CRITIC, Model, Routes
 
 
 class Reference:
-    """Trains the case in `folder` (case.json, steps.npz, model/) and writes `reference/` beside
-    them.
+    """Trains the case in `folder` (case.json, steps.npz, model/) and writes `reference/` there.
+
+    `rows` are samples of a step's rollout batch.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.case: dict[str, Any] = json.loads((folder / "case.json").read_text())
+        self.case = read_case(folder)
+        self.steps = read_steps(folder)
         self.options = self.case["objective"]
-        self.data: dict[str, Any] = dict(np.load(folder / "steps.npz"))
+
+        clip = self.case["clip_grad"]
+        total = self.case["steps"] * self.planned_updates()
         self.model = Model(folder / "model", self.case["temperature"])
-        total = self.case["steps"] * self._updates()
-        self.adam = Adam(
-            self.model.parameters, self.case["optimizer"], self.case["clip_grad"], total
-        )
+        self.adam = Adam(self.model.parameters, self.case["optimizer"], clip, total)
+        self.frozen = self.model.copy()
+        """weights of the frozen reference"""
+        self.routes: dict[int, Routes] = {}
+        """row -> experts of each layer in the last pass over all samples"""
+
         self.critic: Model | None = None
         if self.options["name"] == "ppo":
             self.critic = Model(folder / CRITIC, 1.0)
-            o = self.case["optimizer"]
-            lr = self.options["critic"]["lr"]
-            own = o | {"lr": lr, "min_lr": o["min_lr"] * lr / o["lr"]}
-            self.critic_adam = Adam(self.critic.parameters, own, self.case["clip_grad"], total)
-        self.routes: dict[int, list[Tensor | None]] = {}
-        """row -> experts of each layer in the last pass over all samples"""
+            self.critic_adam = Adam(self.critic.parameters, self.critic_optimizer(), clip, total)
 
-    def logps(
-        self,
-        step: int,
-        rows: Sequence[int] | None = None,
-        *,
-        replays: bool = False,
-        is_frozen: bool = False,
-    ) -> tuple[Logps, Logps]:
-        """(log-probs, entropies) of some samples, with a graph; None: of all samples, without a
-        graph.
+    def critic_optimizer(self) -> dict[str, Any]:
+        """The section `optimizer` with the critic's rate; min_lr keeps its ratio to lr."""
+        optimizer: dict[str, Any] = dict(self.case["optimizer"])
+        lr = self.options["critic"]["lr"]
+        optimizer["min_lr"] = optimizer["min_lr"] * lr / optimizer["lr"]
+        optimizer["lr"] = lr
+        return optimizer
 
-        Uses the sampler's experts if the case has them, unless `is_frozen`; `replays`: uses the
-        experts of `self.routes`.
-        """
-        samples = self._samples(step)
-        found = []
-        with torch.set_grad_enabled(rows is not None):
-            for row in range(len(samples)) if rows is None else rows:
-                routes: list[Tensor | None] = (
-                    self.routes[row] if replays else [None] * len(self.model.routers)
-                )
-                if (
-                    f"{step}.routes" in self.data and not is_frozen
-                ):  # of every input token but the last
-                    first = sum(len(ids) - 1 for ids, _ in samples[:row])
-                    given = torch.from_numpy(
-                        self.data[f"{step}.routes"][first : first + len(samples[row][0]) - 1]
-                    )
-                    routes = [
-                        torch.cat([given[:, k], given[-1:, k]]).long() for k in range(len(routes))
-                    ]
-                found.append(self.model.sample(*samples[row], routes))
-                if rows is None:
-                    self.routes[row] = [router.chosen for router in self.model.routers]
-        return [f[0] for f in found], [f[1] for f in found]
-
-    def _samples(self, step: int) -> list[tuple[np.ndarray, int]]:
-        """(token ids, length of the prompt) of each."""
-        prompt_lens = self.data[f"{step}.prompt_lens"]
-        ends = np.cumsum(prompt_lens + self.data[f"{step}.response_lens"])[:-1]
-        return list(
-            zip(np.split(self.data[f"{step}.tokens"], ends), prompt_lens.tolist(), strict=True)
-        )
-
-    def _updates(self) -> int:
-        """Planned updates of a step."""
+    def planned_updates(self) -> int:
+        """Updates of a step in the schedule; a step with few groups has fewer."""
         return int(self.case["updates_per_step"] * self.case["epochs"])
-
-    def minibatches(self, step: int) -> list[list[int]]:
-        """Rows of each update: equal shares of the groups, in order, once an epoch."""
-        groups = self.data[f"{step}.groups"]
-        num = int(groups.max()) + 1
-        parts = min(self.case["updates_per_step"], num)
-        bounds = [round(num * k / parts) for k in range(parts + 1)]
-        shares = [
-            [r for r, g in enumerate(groups) if bounds[k] <= g < bounds[k + 1]]
-            for k in range(parts)
-        ]
-        return shares * int(self.case["epochs"])
-
-    def batch(
-        self, step: int, rows: list[int], own: tuple[Logps, Logps], starts: Logps, frozen: Logps
-    ) -> Batch:
-        """`own`: log-probs and entropies."""
-        groups = self.data[f"{step}.groups"][rows]
-        ends = np.cumsum(self.data[f"{step}.response_lens"])[:-1]
-        sampler = np.split(self.data[f"{step}.sampler"].astype(np.float64), ends)
-        return Batch(
-            options=self.options,
-            groups=[np.flatnonzero(groups == group).tolist() for group in np.unique(groups)],
-            labels=torch.from_numpy(self.data[f"{step}.labels"][rows]),
-            rewards=torch.from_numpy(self.data[f"{step}.rewards"][rows]),
-            logps=own[0],
-            entropies=own[1],
-            rows=rows,
-            starts=[starts[row] for row in rows],
-            frozen=[frozen[row] for row in rows],
-            sampler=[torch.from_numpy(sampler[row]) for row in rows],
-        )
 
     def prepare(self) -> None:
         """Completes the case: the sampler's log-probs are those of the first weights plus the
         noise, and clip_grad is a norm that some updates exceed.
         """
+        sampler_logprobs = {}
         norms = []
-        for step in range(1, self.case["steps"] + 1):
-            starts = self.logps(step)[0]
-            self.data[f"{step}.sampler"] = (
-                torch.cat(starts).numpy() + self.data[f"{step}.noise"]
-            ).astype(np.float32)
-            for rows in self.minibatches(step) if self.case["clip_grad"] else []:
-                self.model.model.zero_grad()
-                batch = self.batch(step, rows, self.logps(step, rows), starts, starts)
-                batch.step = self.batch(
-                    step, list(range(len(starts))), (starts, []), starts, starts
-                )
-                self._estimate(step, 0, batch)
-                torch.autograd.backward(formulas.OBJECTIVES[self.options["name"]](batch)[0])
-                norms.append(self.adam.norm())
-        np.savez(self.folder / "steps.npz", **self.data)
+        for step in self.steps.values():
+            starts, _ = self.logprobs(step)
+            sampler = torch.cat(starts).numpy() + np.concatenate(step.noise)
+            sampler_logprobs[step.number] = sampler.astype(np.float32)
+            lens = np.array([len(start) for start in starts])
+            step.sampler_logprobs = per_sample(sampler_logprobs[step.number], lens)
+            if self.case["clip_grad"]:
+                for rows in self.minibatches(step):
+                    norms.append(self._first_norm(step, rows, starts))
+
+        write_sampler(self.folder, sampler_logprobs)
         if norms:
-            low, high = sorted(norms)[(len(norms) - 1) // 2 : (len(norms) + 3) // 2]
+            # Between two norms in the middle, so that some updates are clipped and others are not.
+            middle = (len(norms) - 1) // 2
+            low, high = sorted(norms)[middle : middle + 2]
             self.case["clip_grad"] = math.sqrt(low * high)
         (self.folder / "case.json").write_text(json.dumps(self.case))
 
+    def train(self) -> None:
+        """All updates of the case."""
+        (self.folder / "reference").mkdir()
+        updates: list[dict[str, Any]] = []
+        for step in self.steps.values():
+            frozen = self._frozen_logprobs(step)
+            starts, _ = self.logprobs(step)
+            for index, rows in enumerate(self.minibatches(step)):
+                arrays, numbers = self._update(len(updates) + 1, step, index, rows, starts, frozen)
+                updates.append(numbers)
+                np.savez(self.folder / "reference" / f"update_{len(updates)}.npz", **arrays)
+
+            reset_every = self.options.get("reset_every")
+            if reset_every and step.number % reset_every == 0:
+                self.frozen = self.model.copy()
+                self.adam.reset()
+
+        for kind, moments in (("exp_avg", self.adam.first), ("exp_avg_sq", self.adam.second)):
+            np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(moments))
+        (self.folder / "reference" / "updates.json").write_text(json.dumps(updates))
+
+    def minibatches(self, step: Step) -> list[list[int]]:
+        """Rows of each update: equal shares of the groups, in order, once an epoch."""
+        num_groups = int(step.groups.max()) + 1
+        num_parts = min(self.case["updates_per_step"], num_groups)
+        bounds = [round(num_groups * part / num_parts) for part in range(num_parts + 1)]
+
+        parts = []
+        for part in range(num_parts):
+            is_in_part = (bounds[part] <= step.groups) & (step.groups < bounds[part + 1])
+            parts.append(np.flatnonzero(is_in_part).tolist())
+        return parts * int(self.case["epochs"])
+
     @torch.no_grad()
-    def _estimate(self, step: int, index: int, batch: Batch) -> None:
+    def logprobs(self, step: Step, *, is_frozen: bool = False) -> tuple[PerSample, PerSample]:
+        """Log-probs and entropies of all samples of a step, without a graph.
+
+        Records the experts, which later updates of the step replay.
+
+        Args:
+            is_frozen: whether the weights are the frozen reference's, whose router always selects
+                experts.
+        """
+        logprobs = []
+        entropies = []
+        for row in step.rows:
+            routes = self._no_routes() if is_frozen else self._sampler_routes(step, row)
+            logprob, entropy = self.model.sample(step.token_ids[row], step.prompt_lens[row], routes)
+            logprobs.append(logprob)
+            entropies.append(entropy)
+            self.routes[row] = self.model.chosen_routes()
+        return logprobs, entropies
+
+    def update_logprobs(
+        self, step: Step, rows: Iterable[int], *, replays: bool = False
+    ) -> tuple[PerSample, PerSample]:
+        """Log-probs and entropies of some samples, with a graph.
+
+        Args:
+            replays: whether to use the experts of the last pass over all samples, unless the case
+                has the sampler's.
+        """
+        logprobs = []
+        entropies = []
+        for row in rows:
+            routes = self._sampler_routes(step, row)
+            if step.routes is None and replays:
+                routes = self.routes[row]
+            logprob, entropy = self.model.sample(step.token_ids[row], step.prompt_lens[row], routes)
+            logprobs.append(logprob)
+            entropies.append(entropy)
+        return logprobs, entropies
+
+    def _no_routes(self) -> Routes:
+        """The router of every layer selects experts."""
+        return [None] * len(self.model.routers)
+
+    def _sampler_routes(self, step: Step, row: int) -> Routes:
+        """The sampler's experts of a sample, if the case has them."""
+        if step.routes is None:
+            return self._no_routes()
+        # The last token is no input of the sampler; here any experts serve it.
+        recorded = step.routes[row]
+        padded = torch.cat([recorded, recorded[-1:]])
+        return [padded[:, layer] for layer in range(len(self.model.routers))]
+
+    def _frozen_logprobs(self, step: Step) -> PerSample:
+        """Log-probs of the frozen reference, of all samples."""
+        own_weights = self.model.copy()
+        self.model.set(self.frozen)
+        logprobs, _ = self.logprobs(step, is_frozen=True)
+        self.model.set(own_weights)
+        return logprobs
+
+    def _minibatch(
+        self,
+        step: Step,
+        rows: list[int],
+        own: tuple[PerSample, PerSample],
+        starts: PerSample,
+        frozen: PerSample,
+    ) -> Batch:
+        """A mini-batch with the rollout batch of its step.
+
+        Args:
+            rows: the samples of the mini-batch.
+            own: log-probs and entropies of the update, of `rows`.
+            starts: log-probs at the start of the step, of all samples.
+            frozen: log-probs of the frozen reference, of all samples.
+        """
+        batch = self._samples(step, rows, own, starts, frozen)
+        batch.step = self._samples(step, list(step.rows), (starts, []), starts, frozen)
+        return batch
+
+    def _samples(
+        self,
+        step: Step,
+        rows: list[int],
+        own: tuple[PerSample, PerSample],
+        starts: PerSample,
+        frozen: PerSample,
+    ) -> Batch:
+        """The samples `rows` for the formulas; see `_minibatch`."""
+        logprobs, entropies = own
+        groups = step.groups[rows]
+        return Batch(
+            options=self.options,
+            groups=[np.flatnonzero(groups == group).tolist() for group in np.unique(groups)],
+            labels=step.labels[rows],
+            rewards=step.rewards[rows],
+            logprobs=logprobs,
+            entropies=entropies,
+            rows=rows,
+            start_logprobs=[starts[row] for row in rows],
+            frozen_logprobs=[frozen[row] for row in rows],
+            sampler_logprobs=[step.sampler_logprobs[row] for row in rows],
+        )
+
+    def _first_norm(self, step: Step, rows: list[int], starts: PerSample) -> float:
+        """The norm of the gradient of a mini-batch at the first weights."""
+        self.model.model.zero_grad()
+        own = self.update_logprobs(step, rows)
+        batch = self._minibatch(step, rows, own, starts, starts)
+        self._estimate(step, 0, batch)
+        loss, _ = OBJECTIVES[self.options["name"]](batch)
+        torch.autograd.backward(loss)
+        return self.adam.norm()
+
+    @torch.no_grad()
+    def _estimate(self, step: Step, index: int, batch: Batch) -> None:
         """Sets the mini-batch's advantages, and for a step's first update the values and returns of
         all samples.
         """
         if self.critic is None or batch.step is None:
             return
         if index == 0:
-            self.starts = [self.critic.values(*sample) for sample in self._samples(step)]
-            self.advantages, self.returns = formulas.estimates(batch.step, self.starts)
+            self.start_values = self._values(self.critic, step, step.rows)
+            self.advantages, self.returns = estimates(batch.step, self.start_values)
         batch.advantages = [self.advantages[row] for row in batch.rows]
 
-    def _update_critic(
-        self, step: int, number: int, rows: list[int]
-    ) -> tuple[dict[str, Any], Metrics]:
-        """(weights, metrics) of one update of the critic; empty without one."""
-        if self.critic is None:
-            return {}, {}
-        self.critic.model.zero_grad()
-        samples = self._samples(step)
-        adam = self.critic_adam
-        starts, returns = ([every[row] for row in rows] for every in (self.starts, self.returns))
-        values = [self.critic.values(*samples[row]) for row in rows]
-        loss, metrics = formulas.value_loss(self.options, values, starts, returns)
-        torch.autograd.backward(loss)
-        norm = adam.norm()
-        lr = adam.rate(number)
-        adam.step(lr)
-        own = {
-            "loss": float(loss.detach()),
-            "grad_norm": norm,
-            "lr": lr,
-            "clipped_frac": float(adam.clips(norm)),
-        }
-        metrics |= {f"critic/{name}": (value, len(rows)) for name, value in own.items()}
-        return {
-            f"critic {name}": v for name, v in self.critic.named(self.critic.parameters).items()
-        }, metrics
-
-    def train(self) -> None:
-        """All updates of the case."""
-        (self.folder / "reference").mkdir()
-        updates: list[dict[str, Any]] = []
-        self.frozen = self.model.copy()
-        for step in range(1, self.case["steps"] + 1):
-            own = self.model.copy()
-            self.model.set(self.frozen)
-            frozen = self.logps(step, is_frozen=True)[0]
-            self.model.set(own)
-            starts = self.logps(step)[0]
-            for index, rows in enumerate(self.minibatches(step)):
-                arrays, numbers = self._update(len(updates) + 1, step, index, rows, starts, frozen)
-                updates.append(numbers)
-                np.savez(self.folder / "reference" / f"update_{len(updates)}.npz", **arrays)
-            reset = self.options.get("reset_every")
-            if reset and step % reset == 0:
-                self.frozen = self.model.copy()
-                self.adam.reset()
-        for kind, values in (("exp_avg", self.adam.first), ("exp_avg_sq", self.adam.second)):
-            np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(values))
-        (self.folder / "reference" / "updates.json").write_text(json.dumps(updates))
+    def _values(self, critic: Model, step: Step, rows: Iterable[int]) -> PerSample:
+        return [critic.values(step.token_ids[row], step.prompt_lens[row]) for row in rows]
 
     def _update(
-        self, number: int, step: int, index: int, rows: list[int], starts: Logps, frozen: Logps
+        self,
+        number: int,
+        step: Step,
+        index: int,
+        rows: list[int],
+        starts: PerSample,
+        frozen: PerSample,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(arrays, numbers) of one update."""
-        o = self.options
-        case = self.case
-        n = len(rows)
-        self.model.model.zero_grad()
-        counts = formulas.passes(
-            o, max(index, case["epochs"] - 1)
-        )  # of a mini-batch, for all its epochs
-        own, entropies = self.logps(step, rows, replays=counts["passes/step_start"][0] > 0)
-        arrays = {
-            "update": own,
-            "start": [starts[row] for row in rows],
-            "reference": [frozen[row] for row in rows],
-        }
-        # The objective is evaluated at the product's log-probs, which the comparison bounds; the
-        # graph is this model's.
-        ids = [case["ids"][str(step)][row] for row in rows]
-        found = dict[str, Tensor]()
-        logps = []
-        for file in sorted((self.folder / "product").glob(f"update_{number}.*.npz")):
-            found |= {key: torch.from_numpy(value).double() for key, value in np.load(file).items()}
-        for i, logp in zip(ids, own, strict=True):
-            logps.append(logp + (found.get(f"update {i}", logp.detach()) - logp.detach()))
-            logps[-1].retain_grad()
-        batch = self.batch(step, rows, (logps, entropies), starts, frozen)
-        batch.step = self.batch(step, list(range(len(starts))), (starts, []), starts, frozen)
-        first = (
-            {f"start {i}": logp.detach() for i, logp in zip(ids, logps, strict=True)}
-            if index == 0
-            else {}
-        )
-        batch.starts, batch.frozen = (
-            [values.get(f"{kind} {i}", logp) for i, logp in zip(ids, arrays[kind], strict=True)]
-            for kind, values in (("start", first | found), ("reference", found))
-        )
-        self._estimate(step, index, batch)
-        loss, metrics = formulas.OBJECTIVES[o["name"]](batch)
+        """One update of the policy, and of the critic if there is one.
+
+        Args:
+            number: of the update in the run, from 1.
+            step: the update's step.
+            index: of the update in the step, from 0.
+            rows: the samples of the mini-batch.
+            starts: log-probs at the start of the step, of all samples.
+            frozen: log-probs of the frozen reference, of all samples.
+
+        Returns:
+            (arrays, numbers), for update_<number>.npz and updates.json.
+        """
+        batch, arrays = self._update_batch(number, step, index, rows, starts, frozen)
+        loss, metrics = OBJECTIVES[self.options["name"]](batch)
         torch.autograd.backward(loss)
-        slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in logps]
-        skips = index == 0 and case["epochs"] == 1 and formulas.skips_zero_gradient(o)
-        skipped = [skips and zero for zero in formulas.without_gradient(batch, slopes)]
-        planned = (step - 1) * self._updates() + index + 1
+        arrays["coefficient"] = [_gradient(logprob) for logprob in batch.logprobs]
+
+        planned = (step.number - 1) * self.planned_updates() + index + 1
         norm = self.adam.norm()
         lr = self.adam.rate(planned)
         self.adam.step(lr)
-        critic, critic_metrics = self._update_critic(step, planned, rows)
-        seen = [k for k in range(n) if not skipped[k]]
-        if seen:
-            forward = [
-                torch.cat([values[k].detach() for k in seen])
-                for values in (logps, entropies, batch.sampler)
-            ]
-            metrics |= formulas.token_metrics(forward[0], forward[1], forward[2], case)
-        metrics |= counts | {"objective/loss": (float(loss.detach()), n)}
-        if o["name"] != "sft":
-            metrics[f"{o['name']}/truncated_frac"] = (
-                float(self.data[f"{step}.truncated"][rows].mean()),
-                n,
-            )
-        weights = {
-            f"weight {name}": value
-            for name, value in self.model.named(self.model.parameters).items()
-        }
-        arrays["coefficient"] = slopes
+        critic_arrays, critic_metrics = self._update_critic(step, planned, rows)
+
+        count = float(len(rows))
+        skipped = self._skipped(batch, index, arrays["coefficient"])
+        metrics |= self._passes(index)
+        metrics |= self._forward_metrics(batch, skipped)
+        metrics["objective/loss"] = (float(loss.detach()), count)
+        if self.options["name"] != "sft":
+            truncated_frac = float(step.truncated[rows].mean())
+            metrics[f"{self.options['name']}/truncated_frac"] = (truncated_frac, count)
+
         files = {name: torch.cat(values).detach().numpy() for name, values in arrays.items()}
-        return weights | files | critic, {
+        for name, weight in self.model.named(self.model.parameters).items():
+            files[f"weight {name}"] = weight
+        numbers = {
             "critic": critic_metrics,
-            "step": step,
-            "ids": ids,
-            "lens": [len(logp) for logp in logps],
+            "step": step.number,
+            "ids": [step.ids[row] for row in rows],
+            "lens": batch.lens,
             "skipped": skipped,
             "grad_norm": norm,
             "is_clipped": self.adam.clips(norm),
             "lr": lr,
             "metrics": metrics,
         }
+        return files | critic_arrays, numbers
+
+    def _passes(self, index: int) -> Metrics:
+        """The forward-only passes for a mini-batch; one plan serves it in all its epochs."""
+        return expected.passes(self.options, max(index, self.case["epochs"] - 1))
+
+    def _update_batch(
+        self,
+        number: int,
+        step: Step,
+        index: int,
+        rows: list[int],
+        starts: PerSample,
+        frozen: PerSample,
+    ) -> tuple[Batch, dict[str, PerSample]]:
+        """The mini-batch of an update at the product's log-probs, with the graph of this model.
+
+        Resets the gradients. See `_update` for the arguments.
+
+        Returns:
+            (mini-batch, this model's own log-probs by their kind).
+        """
+        self.model.model.zero_grad()
+        needs_start_pass, _ = self._passes(index)["passes/step_start"]
+        own, entropies = self.update_logprobs(step, rows, replays=needs_start_pass > 0)
+
+        ids = [step.ids[row] for row in rows]
+        product = self._product_arrays(number)
+        logprobs = _evaluated_at(product, ids, own)
+        batch = self._minibatch(step, rows, (logprobs, entropies), starts, frozen)
+        arrays = {"update": own, "start": batch.start_logprobs, "reference": batch.frozen_logprobs}
+
+        if index == 0:
+            # A first update's own forward gives the log-probs of the step's start.
+            batch.start_logprobs = [logprob.detach() for logprob in logprobs]
+        batch.start_logprobs = _recorded(product, "start", ids, batch.start_logprobs)
+        batch.frozen_logprobs = _recorded(product, "reference", ids, batch.frozen_logprobs)
+        self._estimate(step, index, batch)
+        return batch, arrays
+
+    def _product_arrays(self, number: int) -> dict[str, Tensor]:
+        """The log-probs that the product's ranks recorded in update `number`: "<kind> <sample id>"
+        -> float64 [response].
+        """
+        arrays: dict[str, Tensor] = {}
+        for file in sorted((self.folder / "product").glob(f"update_{number}.*.npz")):
+            for key, value in np.load(file).items():
+                arrays[key] = torch.from_numpy(value).double()
+        return arrays
+
+    def _skipped(self, batch: Batch, index: int, derivatives: PerSample) -> list[bool]:
+        """Whether the product leaves each sample out of the update's forward pass."""
+        is_only_update = index == 0 and self.case["epochs"] == 1
+        if not is_only_update or not expected.skips_zero_gradient(self.options):
+            return [False] * batch.size
+        return expected.has_no_gradient(batch, derivatives)
+
+    def _forward_metrics(self, batch: Batch, skipped: list[bool]) -> Metrics:
+        """The metrics over the tokens of the update's forward pass."""
+        rows = [row for row in range(batch.size) if not skipped[row]]
+        if not rows:
+            return {}
+        return expected.token_metrics(
+            torch.cat([batch.logprobs[row].detach() for row in rows]),
+            torch.cat([batch.entropies[row].detach() for row in rows]),
+            torch.cat([batch.sampler_logprobs[row] for row in rows]),
+            self.case,
+        )
+
+    def _update_critic(
+        self, step: Step, planned: int, rows: list[int]
+    ) -> tuple[dict[str, Any], Metrics]:
+        """(weights, metrics) of one update of the critic; empty without one.
+
+        Args:
+            planned: number of the update in the schedule, from 1.
+        """
+        if self.critic is None:
+            return {}, {}
+
+        self.critic.model.zero_grad()
+        values = self._values(self.critic, step, rows)
+        starts = [self.start_values[row] for row in rows]
+        returns = [self.returns[row] for row in rows]
+        loss, metrics = value_loss(self.options, values, starts, returns)
+        torch.autograd.backward(loss)
+
+        norm = self.critic_adam.norm()
+        lr = self.critic_adam.rate(planned)
+        self.critic_adam.step(lr)
+        count = float(len(rows))
+        metrics["critic/loss"] = (float(loss.detach()), count)
+        metrics["critic/grad_norm"] = (norm, count)
+        metrics["critic/lr"] = (lr, count)
+        metrics["critic/clipped_frac"] = (float(self.critic_adam.clips(norm)), count)
+        weights = self.critic.named(self.critic.parameters)
+        return {f"critic {name}": value for name, value in weights.items()}, metrics
+
+
+def _evaluated_at(product: dict[str, Tensor], ids: list[str], own: PerSample) -> PerSample:
+    """The product's log-probs with the graph of this model, where the product recorded them.
+
+    The comparison bounds the difference of the log-probs, so the objective is evaluated at equal
+    ones, and its derivatives do not amplify the difference (docs/certify.md#tolerances).
+    """
+    logprobs = []
+    for sample_id, logprob in zip(ids, own, strict=True):
+        value = product.get(f"update {sample_id}", logprob.detach())
+        evaluated = logprob + (value - logprob.detach())
+        evaluated.retain_grad()
+        logprobs.append(evaluated)
+    return logprobs
+
+
+def _recorded(
+    product: dict[str, Tensor], kind: str, ids: list[str], default: PerSample
+) -> PerSample:
+    """The log-probs `kind` that the product recorded, else `default`."""
+    pairs = zip(ids, default, strict=True)
+    return [product.get(f"{kind} {sample_id}", logprob) for sample_id, logprob in pairs]
+
+
+def _gradient(logprob: Tensor) -> Tensor:
+    """The derivative of the loss by a sample's log-probs; 0 if the loss does not read them."""
+    return torch.zeros_like(logprob) if logprob.grad is None else logprob.grad

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.support.policies.policy_cases import random_step
-from tests.support.policies.ppo_reference import PPO, PpoReference
 from tests.support.policies.ppo_run import Step, attempt, config_of, make_models, split
+from tests.support.policies.ppo_trainer import PPO, PpoTrainer
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 
@@ -53,14 +53,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: tuple[Path, Path]) -> PpoReference:
-    reference = PpoReference(*models, PPO, critic_lr=2e-3)
+def expected(models: tuple[Path, Path]) -> PpoTrainer:
+    reference = PpoTrainer(*models, PPO, critic_lr=2e-3)
     for facts, tokens in STEPS:
         reference.step(facts, tokens, split(facts, 2), epochs=2)
     return reference
 
 
-def check(found: dict[str, Any], expected: PpoReference, first: int = 0) -> None:
+def check(found: dict[str, Any], expected: PpoTrainer, first: int = 0) -> None:
     """`found` has the updates from `first` on."""
     for name, model in (("policy", expected.policy), ("critic", expected.critic)):
         np.testing.assert_allclose(
@@ -77,7 +77,7 @@ def check(found: dict[str, Any], expected: PpoReference, first: int = 0) -> None
     [pytest.param(name, marks=[] if name in CHEAP else pytest.mark.full) for name in LAYOUTS],
 )
 def test_two_steps_of_two_epochs_equal_the_plain_loop(
-    models: tuple[Path, Path], expected: PpoReference, layout: str, tmp_path: Path
+    models: tuple[Path, Path], expected: PpoTrainer, layout: str, tmp_path: Path
 ) -> None:
     world, parallel = LAYOUTS[layout]
     config = config_of(tmp_path, models, PPO, parallel, epochs=2)
@@ -86,9 +86,9 @@ def test_two_steps_of_two_epochs_equal_the_plain_loop(
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Path], PpoReference]:
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Path], PpoTrainer]:
     models = make_models(tmp_path_factory.mktemp("experts"), "qwen3_moe")
-    reference = PpoReference(*models, PPO, critic_lr=2e-3)
+    reference = PpoTrainer(*models, PPO, critic_lr=2e-3)
     for facts, tokens in STEPS:
         reference.step(facts, tokens, split(facts, 2), epochs=2)
     return models, reference
@@ -144,7 +144,7 @@ def planted_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     [planted_none, planted_head_as_expert, planted_experts_of_the_policy, planted_no_replay],
 )
 def test_experts_on_two_ranks_equal_the_plain_loop(
-    experts: tuple[tuple[Path, Path], PpoReference],
+    experts: tuple[tuple[Path, Path], PpoTrainer],
     plant: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +173,7 @@ RESUMED = {
 @pytest.mark.full
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_run_that_stops_inside_an_epoch_resumes_in_another_layout(
-    models: tuple[Path, Path], expected: PpoReference, case: str, tmp_path: Path
+    models: tuple[Path, Path], expected: PpoTrainer, case: str, tmp_path: Path
 ) -> None:
     for number, layout in enumerate(RESUMED[case]):
         world, parallel = LAYOUTS[layout]
@@ -239,7 +239,7 @@ WITHOUT_KL = {key: value for key, value in PPO.items() if not key.startswith("kl
 
 def test_warm_up_trains_the_critic_alone(models: tuple[Path, Path], tmp_path: Path) -> None:
     options = WITHOUT_KL
-    expected = PpoReference(*models, options, critic_lr=2e-3)
+    expected = PpoTrainer(*models, options, critic_lr=2e-3)
     for number, (facts, tokens) in enumerate(STEPS):
         expected.step(facts, tokens, split(facts, 2), warmup=2 if number == 0 else 0)
     config = config_of(tmp_path, models, options, {})
@@ -286,7 +286,7 @@ def test_updates_epochs_and_warm_up_change_on_resume(
 ) -> None:
     """The schedule counts all steps as the present attempt does."""
     *attempts, stop_after, warmup, rates = CHANGES[case]
-    expected = PpoReference(*models, WITHOUT_KL, critic_lr=2e-3)
+    expected = PpoTrainer(*models, WITHOUT_KL, critic_lr=2e-3)
     for (facts, tokens), (parts, epochs, _), first, factors in zip(
         STEPS, attempts, warmup, rates, strict=True
     ):
@@ -385,7 +385,7 @@ PLANTED = {
 @pytest.mark.parametrize("error", PLANTED)
 def test_a_planted_error_is_found(
     models: tuple[Path, Path],
-    expected: PpoReference,
+    expected: PpoTrainer,
     error: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

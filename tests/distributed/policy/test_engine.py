@@ -7,18 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from tests.support.policies.policy_cases import (
-    ReferenceTrainer,
-    make_part,
-    make_policy,
-    random_step,
-    reference_logprobs,
-    train,
-)
+from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
+from tests.support.policies.policy_cases import make_part, make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_models import make_tiny_qwen3
@@ -77,27 +70,29 @@ def reference(
     folder = make_tiny_qwen3(
         tmp_path_factory.mktemp("qwen3"), tied=request.param, num_hidden_layers=4
     )
-    trainer = ReferenceTrainer(folder)
+    trainer = PlainTrainer(folder)
     steps = [random_step(seed) for seed in range(NUM_STEPS)]
-    with torch.no_grad():
-        before = [t.numpy() for t in reference_logprobs(trainer.model, *steps[0])]
-    losses, norms = zip(*(trainer.step(*step) for step in steps), strict=True)
-    with torch.no_grad():
-        after = [t.numpy() for t in reference_logprobs(trainer.model, *steps[0])]
-    weights = {name: p.detach().numpy() for name, p in trainer.model.named_parameters()}
+    start = parameters_of(trainer)
+    before = trainer.logprobs(*steps[0])
+    numbers = []
+    for facts, tokens in steps:
+        starts = trainer.logprobs(facts, tokens)
+        numbers.append(trainer.update(facts, tokens, pacs_loss(starts, facts)))
+    after = trainer.logprobs(*steps[0])
     return {
         "folder": folder,
-        "before": before,
-        "after": after,
-        "loss": losses,
-        "norm": norms,
-        "weights": weights,
-        "start": {
-            k: v.numpy()
-            for k, v in ReferenceTrainer(folder).model.named_parameters()
-            for v in [v.detach()]
-        },
+        "before": [logp.numpy() for logp in before],
+        "after": [logp.numpy() for logp in after],
+        "loss": [loss for loss, _ in numbers],
+        "norm": [norm for _, norm in numbers],
+        "weights": parameters_of(trainer),
+        "start": start,
     }
+
+
+def parameters_of(trainer: PlainTrainer) -> dict[str, np.ndarray]:
+    named = trainer.model.named_parameters()
+    return {name: parameter.detach().numpy().copy() for name, parameter in named}
 
 
 @pytest.mark.parametrize("layout", in_test(LAYOUTS, "one", "tp2-sp", "tp2pp2", "dp2-distopt"))

@@ -20,8 +20,7 @@ from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.policy import optimizer
-from tests.support.policies.objective_reference import reference_scores, reference_weights
-from tests.support.policies.plain_trainer import PlainTrainer
+from tests.support.policies.plain_trainer import PlainTrainer, loss_of
 from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
@@ -65,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def plain_updates(
-    folder: Path, options: PacsOptions
+    folder: Path, name: str
 ) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
     """(loss, norm) of three updates of one step by autograd through each whole mini-batch, and the
     final weights.
@@ -74,51 +73,13 @@ def plain_updates(
     starts = [trainer.logprobs(*step) for step in STEPS]
     numbers = []
     for index, (facts, tokens) in enumerate(STEPS):
-        numbers.append(
-            trainer.update(facts, tokens, plain_loss(options, facts, tokens, starts[index]))
-        )
+        # The frozen reference is the first policy, and so is the policy of the step's start.
+        bounds = tokens.response_offsets[1:-1]
+        samplers = [torch.from_numpy(piece) for piece in np.split(tokens.sampler_logprobs, bounds)]
+        options = {"name": "pacs", **OBJECTIVES[name]}
+        loss = loss_of(options, facts, starts=starts[index], samplers=samplers)
+        numbers.append(trainer.update(facts, tokens, loss))
     return numbers, trainer.weights()
-
-
-def plain_loss(
-    options: PacsOptions, facts: SampleFacts, tokens: TokenBuffers, starts: list[torch.Tensor]
-) -> Any:
-    """docs/objective.md (2) to (8); the frozen reference is the first policy, as is the policy of
-    the step's start.
-    """
-    sampler = np.split(tokens.sampler_logprobs.astype(np.float64), tokens.response_offsets[1:-1])
-
-    def loss(logps: list[torch.Tensor]) -> torch.Tensor:
-        if options.reward_proxy == "sum_log_ratio":
-            r = torch.stack([(a - b).double().sum() for a, b in zip(logps, starts, strict=True)])
-        else:
-            r = torch.stack([a.double().mean() for a in logps])
-        total = torch.zeros((), dtype=torch.float64)
-        for group in range(facts.num_groups):
-            rows = np.flatnonzero(facts.groups == group)
-            labels = torch.from_numpy(facts.labels[rows])
-            weights = reference_weights(labels, options.weighting)
-            if options.importance_cap is not None:
-                ratios = [
-                    float(np.exp((starts[k].double().numpy() - sampler[k]).mean())) for k in rows
-                ]
-                weights = weights * torch.tensor(ratios, dtype=torch.float64).clamp(
-                    max=options.importance_cap
-                )
-            psi = reference_scores(r[rows], options.score, options.score_std_floor)
-            losses = weights * torch.nn.functional.binary_cross_entropy_with_logits(
-                psi, labels, reduction="none"
-            )
-            # The score-function part: log-probs times the losses of their group, without its value.
-            policy = torch.stack([logps[k].double().sum() for k in rows]).sum()
-            total = (
-                total
-                + losses.sum()
-                + options.actor_term * losses.sum().detach() * (policy - policy.detach())
-            )
-        return total / facts.num_samples
-
-    return loss
 
 
 def with_sampler(folder: Path) -> list[tuple[SampleFacts, TokenBuffers]]:
@@ -235,7 +196,7 @@ def check_three_updates(
     folder = folders["qwen3_moe" if layout == "ep2" else "qwen3"]
     monkeypatch.setattr(__name__ + ".STEPS", steps := with_sampler(folder))
     options = PacsOptions(name="pacs", **OBJECTIVES[name])
-    expected, expected_weights = plain_updates(folder, options)
+    expected, expected_weights = plain_updates(folder, name)
 
     def on_rank(_rank: int, world: int) -> Any:
         objective = build_objective(options, updates_per_step=1 if options.actor_term else 3)
@@ -329,7 +290,9 @@ def test_a_step_of_four_updates_makes_three_passes_where_groups_are_together(
 def test_a_score_that_is_not_finite_raises_on_all_ranks_and_changes_no_weight(
     folders: dict[str, Path], layout: str
 ) -> None:
-    """The Inf appears in one micro-batch of the last stage, in the middle of Megatron's schedule."""
+    """The Inf appears in one micro-batch of the last stage,
+    in the middle of Megatron's schedule.
+    """
     world, parallel = LAYOUTS[layout]
     facts, tokens = STEPS[0]
 

@@ -16,7 +16,7 @@ from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
-from tests.support.policies.plain_trainer import PlainTrainer, grpo_loss, pacs_loss, sft_loss
+from tests.support.policies.plain_trainer import PlainTrainer, loss_of, pacs_loss
 from tests.support.policies.policy_cases import (
     make_part,
     make_policy,
@@ -60,11 +60,12 @@ def test_three_grpo_updates_equal_the_plain_loop(
 ) -> None:
     world, options = LAYOUTS[layout]
     trainer = PlainTrainer(tiny_qwen3)
-    references = [trainer.logprobs(*step) if kl_coef else None for step in STEPS]
-    expected = [
-        trainer.update(*step, grpo_loss(None, reference, step[0], kl_coef))
-        for step, reference in zip(STEPS, references, strict=True)
-    ]
+    references = [trainer.logprobs(*step) for step in STEPS]
+    chosen = {"name": "grpo", "kl_coef": kl_coef}
+    expected = []
+    for (facts, tokens), reference in zip(STEPS, references, strict=True):
+        loss = loss_of(chosen, facts, references=reference)
+        expected.append(trainer.update(facts, tokens, loss))
 
     def on_rank(_rank: int, world: int) -> Any:
         policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=BUDGET, **options)
@@ -91,6 +92,7 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
     world, options = LAYOUTS[layout]
     facts, tokens = STEPS[0]
     trainer = PlainTrainer(tiny_qwen3)
+    chosen = {"name": "grpo", "clip_low": 0.02, "clip_high": 0.02}
     expected = []
     for _ in range(2):
         cuts = [
@@ -99,7 +101,7 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
         ]
         starts = [trainer.logprobs(*cut) for cut in cuts]
         for cut, start in zip(cuts, starts, strict=True):
-            expected.append(trainer.update(*cut, grpo_loss(start, None, cut[0], 0.0, clip=0.02)))
+            expected.append(trainer.update(*cut, loss_of(chosen, cut[0], starts=start)))
 
     def on_rank(_rank: int, world: int) -> Any:
         policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=BUDGET, **options)
@@ -173,20 +175,8 @@ def test_three_updates_on_stale_samples_equal_the_plain_loop(
     for facts, tokens in steps:
         starts = trainer.logprobs(facts, tokens)
         bounds = tokens.response_offsets[1:-1]
-        sampler = [torch.from_numpy(piece) for piece in np.split(tokens.sampler_logprobs, bounds)]
-        if name == "pacs":
-            means = [
-                float((a.double() - b.double()).mean())
-                for a, b in zip(starts, sampler, strict=True)
-            ]
-            loss = pacs_loss(starts, facts, [min(float(np.exp(mean)), 1.05) for mean in means])
-        else:
-            ratios = [(a - b).exp() for a, b in zip(starts, sampler, strict=True)]
-            if name == "grpo-mask":
-                factors = [ratio * ((ratio >= 0.7) & (ratio <= 1.5)) for ratio in ratios]
-            else:
-                factors = [ratio.clamp(max=1.2) for ratio in ratios]
-            loss = grpo_loss(None, None, facts, 0.0, factors=factors)
+        samplers = [torch.from_numpy(piece) for piece in np.split(tokens.sampler_logprobs, bounds)]
+        loss = loss_of(CORRECTED[name], facts, starts=starts, samplers=samplers)
         expected.append(trainer.update(facts, tokens, loss))
 
     def on_rank(_rank: int, world: int) -> Any:
@@ -225,7 +215,7 @@ def test_three_sft_updates_at_another_temperature_equal_the_plain_loop(
     expected = []
     for step in STEPS:
         entropies.append(trainer.entropy_mean(*step))
-        expected.append(trainer.update(*step, sft_loss))
+        expected.append(trainer.update(*step, loss_of({"name": "sft"}, step[0])))
 
     def on_rank(_rank: int, world: int) -> Any:
         policy = make_policy(

@@ -1,4 +1,4 @@
-"""Every rival of PACS on the real policy: three updates of one step in any layout equal the plain
+"""Every other objective on the real policy: three updates of one step in any layout equal the plain
 loop.
 
 With a KL term a step of one update comes first: else the frozen reference would be the step's
@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 
 from pacs_megatron.contracts import TokenBuffers
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
-from tests.support.policies.kin_reference import KIN, Logps, kin_loss
-from tests.support.policies.plain_trainer import PlainTrainer
+from tests.support.policies.objective_cases import OBJECTIVE_CASES
+from tests.support.policies.plain_trainer import Logps, PlainTrainer, loss_of
 from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
@@ -45,7 +45,7 @@ def cases() -> list[Any]:
     the campaign.
     """
     found = []
-    for at, case in enumerate(KIN):
+    for at, case in enumerate(OBJECTIVE_CASES):
         for offset, layout in enumerate(LAYOUTS):
             for groups in BUDGETS:
                 in_turn = (at + offset) % 2 == list(BUDGETS).index(groups)
@@ -83,38 +83,27 @@ def plain_updates(
     tokens.
     """
     trainer = PlainTrainer(folder)
-    options = KIN[case]
     tokens = [sampled(trainer, seed) for seed in range(3)]
-    references = starts = [
-        trainer.logprobs(facts, part) for (facts, _), part in zip(STEPS, tokens, strict=True)
-    ]
+    parts = [(facts, part) for (facts, _), part in zip(STEPS, tokens, strict=True)]
+    references = [trainer.logprobs(*part) for part in parts]
     numbers = []
-
-    def update(index: int) -> tuple[float, float]:
-        facts = STEPS[index][0]
-        part = tokens[index]
-
-        def loss(logps: Logps, entropies: Logps) -> torch.Tensor:
-            samplers = per_sample(part.sampler_logprobs, part) if "importance" in options else None
-            of_step = {
-                "references": references[index],
-                "samplers": samplers,
-                "entropies": entropies,
-            }
-            return kin_loss(options, facts, logps, starts[index], **of_step)
-
-        return trainer.update(facts, part, loss)
-
     for updates in steps_of(case):
-        starts = [
-            trainer.logprobs(facts, part) for (facts, _), part in zip(STEPS, tokens, strict=True)
-        ]
-        numbers += [update(index) for index in updates]
+        starts = [trainer.logprobs(*part) for part in parts]
+        for index in updates:
+            facts, part = parts[index]
+            loss = loss_of(
+                OBJECTIVE_CASES[case],
+                facts,
+                starts=starts[index],
+                references=references[index],
+                samplers=per_sample(part.sampler_logprobs, part),
+            )
+            numbers.append(trainer.update(facts, part, loss))
     return numbers, trainer.weights(), tokens
 
 
 def steps_of(case: str) -> list[range]:
-    return [range(1), range(3)] if "kl_coef" in KIN[case] else [range(3)]
+    return [range(1), range(3)] if "kl_coef" in OBJECTIVE_CASES[case] else [range(3)]
 
 
 @pytest.mark.parametrize(("case", "layout", "groups"), cases())
@@ -129,7 +118,7 @@ def test_three_updates_equal_the_plain_loop(
     def on_rank(_rank: int, world: int) -> Any:
         policy = make_policy(folder, world, tokens_per_microbatch=budget, **parallel)
         objective = build_objective(
-            TypeAdapter(ObjectiveOptions).validate_python(KIN[case]), updates_per_step=3
+            TypeAdapter(ObjectiveOptions).validate_python(OBJECTIVE_CASES[case]), updates_per_step=3
         )
         if "reference" in objective.logprob_passes(0):
             policy.take_reference(reset_optimizer=False)

@@ -1,4 +1,4 @@
-"""Configurations to certify: one by its differences from BASE, and random ones."""
+"""Configurations to certify: differences from BASE, random ones, shipped ones, examples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from tests.support.policies.kin_reference import KIN
+from tests.support.policies.objective_cases import OBJECTIVE_CASES
 from tests.support.tiny_families import CASES, config_of
 
+ROOT = Path(__file__).parents[3]
 BASE: dict[str, Any] = {
     "run": {"name": "certified", "steps": 10, "nproc": 2},
     "precision": {"dtype": "fp32"},
@@ -282,7 +283,7 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
 combines
 """
 
-KIN_LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "dp2": {},
@@ -291,28 +292,80 @@ KIN_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
     "optimizer2": {"distributed_optimizer": True},
 }
+TOKEN_BUDGETS = {"together": 700, "apart": 160}
+"""Siblings in one micro-batch, or in several."""
 
 
-def _kin_runs() -> dict[str, tuple[str, dict[str, Any]]]:
-    lengths = {"overlong_length": 90, "overlong_buffer": 40, "constant_length": 100}
-    rivals = KIN | {"ppo": {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}}
-    found = {}
-    for case, options in rivals.items():
-        objective = options | {key: value for key, value in lengths.items() if key in options}
-        for layout, parallel in KIN_LAYOUTS.items():
-            for groups, budget in (("together", 700), ("apart", 160)):
+def _objective_runs() -> dict[str, tuple[str, dict[str, Any]]]:
+    runs = {}
+    for case, options in _certified_cases().items():
+        for layout, parallel in LAYOUTS.items():
+            for groups, budget in TOKEN_BUDGETS.items():
                 changes = {
                     "run": {"nproc": 4 if layout == "tp2-pp2" else 2},
                     "parallel": parallel,
-                    "objective": objective,
+                    "objective": options,
                     "batch": {"updates_per_step": 3, "tokens_per_microbatch": budget},
                 }
-                found[f"{case}, {layout}, {groups}"] = (
-                    "qwen3_moe" if layout == "ep2" else "qwen3",
-                    changes,
-                )
-    return found
+                family = "qwen3_moe" if layout == "ep2" else "qwen3"
+                runs[f"{case}, {layout}, {groups}"] = (family, changes)
+    return runs
 
 
-KIN_RUNS = _kin_runs()
-"""Every rival in every layout, siblings together or apart"""
+def _certified_cases() -> dict[str, dict[str, Any]]:
+    """The cases of all objectives but PACS and SFT, with lengths for responses of 100 tokens."""
+    lengths = {"overlong_length": 90, "overlong_buffer": 40, "constant_length": 100}
+    ppo = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    cases = {}
+    for case, options in (OBJECTIVE_CASES | {"ppo": ppo}).items():
+        used = {key: value for key, value in lengths.items() if key in options}
+        cases[case] = options | used
+    return cases
+
+
+OBJECTIVE_RUNS = _objective_runs()
+"""Every case in every layout, siblings together or apart"""
+
+
+def full_tier_of_objective_runs() -> set[str]:
+    """Every case once, in each layout in turn; the campaign has all OBJECTIVE_RUNS."""
+    layouts = list(LAYOUTS)
+    budgets = list(TOKEN_BUDGETS)
+    names = set()
+    for number, case in enumerate(_certified_cases()):
+        layout = layouts[number % len(layouts)]
+        groups = budgets[number // len(layouts) % len(budgets)]
+        names.add(f"{case}, {layout}, {groups}")
+    return names
+
+
+SHIPPED = sorted(path.stem for path in (ROOT / "configs" / "runs").glob("*.yaml"))
+"""Names of the shipped configurations"""
+EXAMPLE_FOLDER = ROOT / "examples" / "objectives"
+EXAMPLES: dict[str, list[str]] = {
+    "gspo": ["objective.importance=truncate"],
+    "rloo": ["objective.kl_coef=0.1", "objective.kl_in=reward", "objective.kl_estimator=k1"],
+    "ppo": [
+        "objective.kl_coef=0.1",
+        "objective.kl_in=reward",
+        "objective.kl_estimator=k1",
+        "parallel.pp=2",
+    ],
+    "real": [],
+    "dapo": [
+        "objective.entropy_coef=0.01",
+        "objective.importance=mask",
+        "objective.importance_level=sequence",
+    ],
+    "luspo": ["objective.kl_coef=0.1", "objective.kl_estimator=k2"],
+    "real_bce": ["parallel.tp=1", "parallel.pp=2"],
+    "cispo": ["parallel.tp=1", "parallel.cp=2"],
+    "grpo": [],
+    "dr_grpo": [],
+    "w_reinforce": [],
+    "psr": [],
+    "nsr": [],
+    "reinforce_pp": [],
+    "reinforce_pp_baseline": [],
+}
+"""File in EXAMPLE_FOLDER -> overrides"""

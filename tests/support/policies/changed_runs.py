@@ -23,7 +23,7 @@ from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.formulas import Batch, estimates
 from pacs_megatron.workbench.certify.shrink import Case
 from tests.support.policies.certify_runs import write_run
-from tests.support.policies.planted_fourth import ROUTED
+from tests.support.policies.injected_errors.injection import SAMPLER_ROUTES
 from tests.support.tiny_families import CASES
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -51,10 +51,10 @@ def certify_changed(folder: Path, case: Changed, *, ignored: Sections | None = N
         make_case = certify_run.make_case
 
         def make(*args: Any) -> Case:
-            found = make_case(*args)
-            found = replace(found, stop_after=case.stop_after or found.stop_after)
-            stop_after.append(found.stop_after)
-            return found
+            tiny = make_case(*args)
+            tiny = replace(tiny, stop_after=case.stop_after or tiny.stop_after)
+            stop_after.append(tiny.stop_after)
+            return tiny
 
         patch.setattr(certify_run, "make_case", make)
         case.data(patch)
@@ -100,62 +100,62 @@ def _clipped(build: Any, factor: float) -> Any:
 
 
 def _change_reference(patch: pytest.MonkeyPatch, case: Changed, stop_after: list[int]) -> None:
+    """The reference changes its options before the first pass after update `stop_after`."""
     kind = reference.Reference
     update = kind._update
-    logps = kind.logps
+    logprobs = kind.logprobs
     estimate = kind._estimate
     state = {"is_due": False, "is_open": False}
     """the change comes before the next pass; it came inside a step"""
 
     def change(self: Any) -> None:
-        if not state["is_due"]:
-            return
-        state["is_due"] = False
-        self.options = _merged(self.options, case.later.get("objective", {}))
-        self.case |= {
-            k: v
-            for k, v in case.later.get("batch", {}).items()
-            if k in ("updates_per_step", "epochs")
-        }
-        for adam in (self.adam, self.critic_adam) if self.critic is not None else (self.adam,):
-            adam.total = self.case["steps"] * self._updates()
-        self.case["optimizer"] = o = _merged(
-            self.case["optimizer"], case.later.get("optimizer", {})
-        )
-        self.adam.o = o
-        self.adam.clip = self.adam.clip * case.clip
-        sampling = case.later.get("rollout", {}).get("sampling", {})
-        self.model.temperature = sampling.get("temperature", self.model.temperature)
-        if self.critic is not None:
-            lr = self.options["critic"]["lr"]
-            self.critic_adam.o = o | {"lr": lr, "min_lr": o["min_lr"] * lr / o["lr"]}
-            self.critic_adam.clip = self.adam.clip
+        if state["is_due"]:
+            state["is_due"] = False
+            _apply(self, case)
 
-    def changed_update(self: Any, number: int, step: int, index: int, *args: Any) -> Any:
+    def changed_update(self: Any, number: int, step: Any, index: int, *args: Any) -> Any:
         state["is_open"] = state["is_due"] and index > 0
         change(self)
-        found = update(self, number, step, index, *args)
+        result = update(self, number, step, index, *args)
         state["is_due"] = number == stop_after[0]
-        if state["is_due"] and case.later.get("objective", {}).get("reference") == "frozen":
-            self.frozen = (
-                self.model.copy() if self.options["reference"] != "frozen" else self.frozen
-            )
-        return found
+        adds_reference = case.later.get("objective", {}).get("reference") == "frozen"
+        if state["is_due"] and adds_reference and self.options["reference"] != "frozen":
+            self.frozen = self.model.copy()
+        return result
 
-    def changed_logps(self: Any, *args: Any, **options: Any) -> Any:
+    def changed_logprobs(self: Any, *args: Any, **options: Any) -> Any:
         change(self)
-        return logps(self, *args, **options)
+        return logprobs(self, *args, **options)
 
-    def changed_estimate(self: Any, step: int, index: int, batch: Batch) -> None:
+    def changed_estimate(self: Any, step: Any, index: int, batch: Batch) -> None:
+        # A resume computes the estimates of an open step again.
         if state["is_open"] and self.critic is not None and batch.step is not None:
-            self.advantages, self.returns = estimates(
-                batch.step, self.starts
-            )  # a resume computes them again
+            self.advantages, self.returns = estimates(batch.step, self.start_values)
         estimate(self, step, index, batch)
 
     patch.setattr(kind, "_update", changed_update)
-    patch.setattr(kind, "logps", changed_logps)
+    patch.setattr(kind, "logprobs", changed_logprobs)
     patch.setattr(kind, "_estimate", changed_estimate)
+
+
+def _apply(trainer: Any, case: Changed) -> None:
+    """Changes the options of the reference to those of the second attempt."""
+    trainer.options = _merged(trainer.options, case.later.get("objective", {}))
+    for key, value in case.later.get("batch", {}).items():
+        if key in ("updates_per_step", "epochs"):
+            trainer.case[key] = value
+    trainer.case["optimizer"] = _merged(trainer.case["optimizer"], case.later.get("optimizer", {}))
+    total = trainer.case["steps"] * trainer.planned_updates()
+    sampling = case.later.get("rollout", {}).get("sampling", {})
+    trainer.model.temperature = sampling.get("temperature", trainer.model.temperature)
+
+    trainer.adam.total = total
+    trainer.adam.options = trainer.case["optimizer"]
+    trainer.adam.clip *= case.clip
+    if trainer.critic is not None:
+        trainer.critic_adam.total = total
+        trainer.critic_adam.options = trainer.critic_optimizer()
+        trainer.critic_adam.clip = trainer.adam.clip
 
 
 OPTIMIZER = {
@@ -431,7 +431,8 @@ def _draw(draw: random.Random, folder: Path) -> Changed:
     if name != "sft":
         before["rollout"] = {"engine": "embedded", "sampling": sampling}
     if is_moe and name != "sft" and draw.random() < 0.5:
-        before |= ROUTED | {"rollout": ROUTED["rollout"] | {"sampling": sampling}}
+        rollout = SAMPLER_ROUTES["rollout"] | {"sampling": sampling}
+        before |= SAMPLER_ROUTES | {"rollout": rollout}
     config = load_config(write_run(folder, before | {"objective": second}, family)).config
     certify_run.make_case(load_config(write_run(folder, before, family)), None)
     later = config.objective.model_dump(

@@ -1,22 +1,31 @@
-"""The reference for the closed forms of PACS: one loop per group, autograd in float64.
+"""Random mini-batches, an objective's gradient as an engine computes it, and the reference's loss.
 
-It uses data classes of the package, but none of its arithmetic.
+The reference is `certify`'s (pacs_megatron/workbench/certify/formulas), which shares no arithmetic
+with the product. This file converts a mini-batch to its arguments, and has the defaults of the
+papers, so that a changed default of the product shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.objectives.shared.base import Objective
+from pacs_megatron.workbench.certify import formulas
+from pacs_megatron.workbench.certify.formulas import Metrics, PerSample
+from pacs_megatron.workbench.certify.formulas.policy_gradient import sample_advantages
 
-EPS = 1e-6
+Tensors = Sequence[torch.Tensor]
+"""Per sample, [response], float32 or float64; log-probs and entropies in nats"""
+
+
+# --------------------------------------------------------------------------------------------------
+# Mini-batches
 
 
 @dataclass(kw_only=True)
@@ -33,11 +42,19 @@ class Batch:
     step_start: torch.Tensor | None = None
     """None: `reference`"""
 
+    @property
+    def start(self) -> torch.Tensor:
+        """Log-probs at the start of the step."""
+        return self.reference if self.step_start is None else self.step_start
+
     def record(
         self, tokens: torch.Tensor | None = None, logprobs: torch.Tensor | None = None
     ) -> TokenRecord:
-        """The tokens `tokens` (default: all); `logprobs` [t] of the whole batch replace the stored
-        ones.
+        """A micro-batch.
+
+        Args:
+            tokens: of the micro-batch; None: all.
+            logprobs: [t] of the whole batch, instead of the stored ones.
         """
         rows = torch.arange(len(self.mask)) if tokens is None else tokens
         source = self.logprobs if logprobs is None else logprobs
@@ -46,22 +63,31 @@ class Batch:
             mask=self.mask[rows],
             sample_of_token=self.sample_of_token[rows],
             response_lens=torch.from_numpy(self.facts.response_lens),
-            step_start_logprobs=(self.reference if self.step_start is None else self.step_start)[
-                rows
-            ],
+            step_start_logprobs=self.start[rows],
             reference_logprobs=self.reference[rows],
             sampler_logprobs=None if self.sampler is None else self.sampler[rows],
-            # As if from a critic: any numbers that differ from token to token.
-            estimates={
-                name: (self.reference * factor).sin()[rows].to(source.dtype)
-                for name, factor in (("value", 3.0), ("advantage", 5.0), ("return", 7.0))
-            },
+            estimates=self._estimates(rows, source.dtype),
         )
+
+    def _estimates(self, rows: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """As if from a critic: any numbers that differ from token to token."""
+        factors = {"value": 3.0, "advantage": 5.0, "return": 7.0}
+        return {
+            name: (self.reference * factor).sin()[rows].to(dtype)
+            for name, factor in factors.items()
+        }
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """[n], masked sums by sample."""
-        out = torch.zeros(self.facts.num_samples, dtype=values.dtype)
-        return out.index_add(0, self.sample_of_token, values * self.mask)
+        total = torch.zeros(self.facts.num_samples, dtype=values.dtype)
+        return total.index_add(0, self.sample_of_token, values * self.mask)
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The trained tokens of each sample, [response] each, of `values` [t]."""
+        parts = []
+        for row in range(self.facts.num_samples):
+            parts.append(values[(self.sample_of_token == row) & (self.mask == 1)])
+        return parts
 
 
 def make_facts(
@@ -73,7 +99,18 @@ def make_facts(
     rewards: Sequence[float] | None = None,
     log_ratio_to_sampler: Sequence[float] | None = None,
 ) -> SampleFacts:
+    """Facts of samples in `groups`, with ids in the order of the rows.
+
+    Args:
+        lens: response lengths; None: 1 token each.
+        truncated: None: none.
+        rewards: None: the labels.
+        log_ratio_to_sampler: None: not known.
+    """
     n = len(groups)
+    ratios = None
+    if log_ratio_to_sampler is not None:
+        ratios = np.asarray(log_ratio_to_sampler, np.float64)
     return SampleFacts(
         ids=tuple(f"0:data/{group}#{row}" for row, group in enumerate(groups)),
         groups=np.asarray(groups, dtype=np.int64),
@@ -82,9 +119,7 @@ def make_facts(
         prompt_lens=np.full(n, 5, dtype=np.int64),
         response_lens=np.asarray(lens if lens is not None else [1] * n, dtype=np.int64),
         truncated=np.asarray(truncated if truncated is not None else [False] * n, dtype=np.bool_),
-        log_ratio_to_sampler=None
-        if log_ratio_to_sampler is None
-        else np.asarray(log_ratio_to_sampler, np.float64),
+        log_ratio_to_sampler=ratios,
     )
 
 
@@ -104,12 +139,16 @@ def random_batch(
 ) -> Batch:
     """Groups of `sizes` at random positions in the batch; mixed and one-class groups; some tokens
     masked out.
+
+    Args:
+        spread: standard deviation of the reference's log-probs from the policy's.
     """
     rng = np.random.default_rng(seed)
     groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     labels = rng.integers(0, 2, len(groups)).astype(float)
     labels[groups == len(sizes) - 1] = 1.0
     labels[groups == len(sizes) - 2] = 0.0
+
     raw_lens = rng.integers(2, 9, len(groups))
     sample_of_token = np.repeat(np.arange(len(groups)), raw_lens)
     mask = (rng.random(len(sample_of_token)) < 0.8).astype(float)
@@ -131,62 +170,8 @@ def random_batch(
     )
 
 
-def reference_proxy(batch: Batch, logprobs: torch.Tensor, proxy: str, beta: float) -> torch.Tensor:
-    """r [n] (7), one sample after the other."""
-    rows = []
-    for sample in range(batch.facts.num_samples):
-        keep = (batch.sample_of_token == sample) & (batch.mask == 1)
-        if proxy == "sum_log_ratio":
-            rows.append(beta * (logprobs[keep] - batch.reference[keep]).sum())
-        else:
-            rows.append(beta * logprobs[keep].mean())
-    return torch.stack(rows)
-
-
-def reference_scores(r: torch.Tensor, score: str, floor: float | None = None) -> torch.Tensor:
-    """psi (6) of one group [G], as the paper writes it."""
-    size = len(r)
-    if score == "naive":
-        return r
-    if score == "rloo":
-        return torch.stack(
-            [r[i] - sum(r[j] for j in range(size) if j != i) / (size - 1) for i in range(size)]
-        )
-    centred = r - r.mean()
-    if score == "dr_grpo":
-        return centred
-    # Autograd of the standard deviation is NaN at 0.
-    std = torch.zeros((), dtype=r.dtype) if bool((r == r[0]).all()) else r.std(unbiased=True)
-    if floor is not None and float(std.detach()) < floor:
-        std = torch.tensor(floor, dtype=r.dtype)
-    return centred / (std + EPS)
-
-
-def reference_weights(labels: torch.Tensor, weighting: str) -> torch.Tensor:
-    """w (3.5) of one group [G]."""
-    ones = torch.ones_like(labels)
-    if weighting == "only_positive":
-        return labels
-    if weighting == "only_negative":
-        return ones - labels
-    counts = {y: int((labels == y).sum()) for y in (0.0, 1.0)}
-    if weighting == "none" or 0 in counts.values():
-        return ones
-    return torch.tensor([len(labels) / (2 * counts[float(y)]) for y in labels], dtype=labels.dtype)
-
-
-def reference_loss(
-    r: torch.Tensor, facts: SampleFacts, score: str, weighting: str, floor: float | None = None
-) -> torch.Tensor:
-    """L (8)."""
-    labels = torch.from_numpy(facts.labels)
-    total = torch.zeros((), dtype=r.dtype)
-    for group in range(facts.num_groups):
-        rows = torch.from_numpy(np.flatnonzero(facts.groups == group))
-        psi = reference_scores(r[rows], score, floor)
-        losses = F.binary_cross_entropy_with_logits(psi, labels[rows], reduction="none")
-        total = total + (reference_weights(labels[rows], weighting) * losses).sum()
-    return total / facts.num_samples
+# --------------------------------------------------------------------------------------------------
+# The product
 
 
 def objective_gradient(
@@ -214,3 +199,157 @@ def objective_scores(objective: Objective, batch: Batch) -> torch.Tensor:
     """r [n] as an engine computes it."""
     with torch.no_grad():
         return batch.sums(objective.token_scores(batch.record()))
+
+
+def token_metric_sums(objective: Objective, batch: Batch, prepared: Prepared) -> dict[str, float]:
+    """`token_metrics` as an engine computes them: masked sums."""
+    with torch.no_grad():
+        metrics = objective.token_metrics(batch.record(), prepared)
+    return {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# The reference
+
+_POLICY_GRADIENT: dict[str, Any] = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_coef": 0.0,
+    "kl_in": None,
+    "entropy_coef": 0.0,
+    "importance": "none",
+    "importance_level": None,
+    "loss_mean": "token",
+}
+_OF_OBJECTIVE: dict[str, dict[str, Any]] = {
+    "pacs": {
+        "beta": 1.0,
+        "reward_proxy": "sum_log_ratio",
+        "score": "rloo",
+        "score_std_floor": None,
+        "weighting": "question",
+        "reference": "step_start",
+        "actor_term": 0.0,
+        "actor_scope": "group",
+        "importance_cap": None,
+    },
+    "grpo": _POLICY_GRADIENT,
+    "dapo": _POLICY_GRADIENT | {"clip_high": 0.28, "overlong_penalty": 0.5},
+    "dr_grpo": _POLICY_GRADIENT,
+    "gspo": _POLICY_GRADIENT | {"clip_low": 3e-4, "clip_high": 4e-4},
+    "luspo": _POLICY_GRADIENT | {"clip_low": 2e-3, "clip_high": 2.5e-3},
+    "cispo": _POLICY_GRADIENT | {"clip_high": 4.0},
+    "rloo": _POLICY_GRADIENT,
+    "reinforce_pp": _POLICY_GRADIENT | {"baseline": "none"},
+    "w_reinforce": _POLICY_GRADIENT | {"classes": "both", "positive_weight": 0.1},
+    "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5},
+    "real": {"tau": 0.5},
+    "real_bce": {"tau": 0.5},
+    "sft": {"loss_mean": "token"},
+}
+"""Defaults of docs/objective.md, written again: the reference reads none of the product's."""
+
+
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of an objective that the formulas read."""
+    defaults = dict(_OF_OBJECTIVE[options["name"]])
+    if options.get("kl_coef", 0.0) > 0:
+        defaults |= {"kl_in": "loss", "kl_estimator": "k3"}
+    if options.get("importance", "none") != "none":
+        defaults |= {"importance_level": "token", "importance_cap": 2.0, "importance_floor": None}
+    if options.get("importance") == "mask":
+        defaults["importance_floor"] = 0.5
+    return defaults | dict(options)
+
+
+def formula_batch(
+    options: Mapping[str, Any],
+    facts: SampleFacts,
+    logprobs: Tensors,
+    *,
+    starts: Tensors | None = None,
+    references: Tensors | None = None,
+    samplers: Tensors | None = None,
+    entropies: Tensors | None = None,
+) -> formulas.Batch:
+    """A mini-batch, which is a whole rollout batch too, for the formulas.
+
+    Args:
+        options: of the objective, without defaults.
+        logprobs: of the policy, with graph.
+        starts: at the start of the step; None: those of the policy.
+        references: of the frozen reference; None: those of the start.
+        samplers: of the rollout engine; None: not used.
+        entropies: of the policy, with graph; None: not used.
+    """
+    own = [logprob.double() for logprob in logprobs]
+    start = _without_graph(own if starts is None else starts)
+    groups = [np.flatnonzero(facts.groups == g).tolist() for g in range(facts.num_groups)]
+    return formulas.Batch(
+        options=with_defaults(options),
+        groups=groups,
+        labels=torch.from_numpy(facts.labels),
+        rewards=torch.from_numpy(facts.rewards),
+        logprobs=own,
+        start_logprobs=start,
+        frozen_logprobs=start if references is None else _without_graph(references),
+        sampler_logprobs=[] if samplers is None else _without_graph(samplers),
+        entropies=[] if entropies is None else [entropy.double() for entropy in entropies],
+        rows=list(range(facts.num_samples)),
+    )
+
+
+def _without_graph(values: Tensors) -> PerSample:
+    return [value.detach().double() for value in values]
+
+
+def reference_loss(
+    options: Mapping[str, Any], facts: SampleFacts, logprobs: Tensors, **others: Any
+) -> tuple[torch.Tensor, Metrics]:
+    """The reference's loss of a mini-batch, with graph, and its metrics.
+
+    Args:
+        others: further log-probs and entropies; see `formula_batch`.
+    """
+    batch = formula_batch(options, facts, logprobs, **others)
+    return formulas.OBJECTIVES[options["name"]](batch)
+
+
+def flat_reference_loss(
+    options: Mapping[str, Any],
+    batch: Batch,
+    logprobs: torch.Tensor,
+    entropies: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """`reference_loss` of flat `logprobs` [t] with graph; masked tokens are left out."""
+    return reference_loss(
+        options,
+        batch.facts,
+        batch.split(logprobs),
+        starts=batch.split(batch.start),
+        references=batch.split(batch.reference),
+        samplers=None if batch.sampler is None else batch.split(batch.sampler),
+        entropies=None if entropies is None else batch.split(entropies),
+    )
+
+
+def reference_loss_of_proxies(
+    proxies: torch.Tensor, facts: SampleFacts, **options: Any
+) -> torch.Tensor:
+    """The reference's loss of PACS (8) from reward proxies r [n], with graph."""
+    batch = formula_batch({"name": "pacs"} | options, facts, [])
+    _, losses = formulas.weighted_losses(proxies, batch.labels, batch.groups, batch.options)
+    return losses.mean()
+
+
+def reference_advantages(options: Mapping[str, Any], facts: SampleFacts) -> np.ndarray:
+    """The reference's advantages of a rollout batch, float64 [n]."""
+    logprobs = [torch.zeros(int(length)) for length in facts.response_lens]
+    return sample_advantages(formula_batch(options, facts, logprobs)).numpy()
+
+
+def assert_metrics_equal(found: Mapping[str, float], reference: Metrics) -> None:
+    """Compares the metrics that the reference has; a mean over nothing is missing."""
+    for name, (value, count) in reference.items():
+        if count > 0:
+            np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=name)

@@ -1,13 +1,10 @@
-"""A plain training loop as the reference: transformers, autograd through the whole loss, torch's
-AdamW.
+"""A plain training loop: transformers in float32, autograd through the whole loss, torch's AdamW.
 
-It uses none of the package's arithmetic: the losses are the formulas of objective.md on log-probs
-with a graph.
+It uses none of the product's arithmetic: the losses are those of `certify`'s reference.
 """
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +14,13 @@ import numpy as np
 import torch
 
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
-from tests.support.policies.policy_cases import OPTIMIZER, reference_pacs_loss
+from tests.support.policies.objective_reference import reference_loss
+from tests.support.policies.policy_cases import OPTIMIZER
 
 Logps = list[torch.Tensor]
 """Per sample, [response], nats"""
-Loss = Callable[[Logps], torch.Tensor]
+Loss = Callable[[Logps, Logps], torch.Tensor]
+"""A loss with graph, from log-probs and entropies with graph"""
 
 
 def plain_logprobs(
@@ -33,62 +32,51 @@ def plain_logprobs(
     logps = []
     entropies = []
     for row in range(facts.num_samples):
-        ids = torch.from_numpy(
-            tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64)
-        )
+        sample = tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]]
+        ids = torch.from_numpy(sample.astype(np.int64))
         start = int(facts.prompt_lens[row])
-        every = torch.log_softmax(
-            model(ids[None]).logits[0].float()[start - 1 : -1] / temperature, dim=-1
-        )
-        logps.append(every.gather(1, ids[start:, None])[:, 0])
-        entropies.append(-(every.exp() * every).sum(-1))
+        logits = model(ids[None]).logits[0].float()[start - 1 : -1]
+        distribution = torch.log_softmax(logits / temperature, dim=-1)
+        logps.append(distribution.gather(1, ids[start:, None])[:, 0])
+        entropies.append(-(distribution.exp() * distribution).sum(-1))
     return logps, entropies
 
 
-def pacs_loss(starts: Logps, facts: SampleFacts, factors: list[float] | None = None) -> Loss:
-    """(8) against the reference log-probs `starts`; `factors` multiply the samples' weights."""
-    return lambda logps: reference_pacs_loss(logps, starts, facts, factors)
-
-
-def grpo_loss(
-    starts: Logps | None,
-    references: Logps | None,
+def loss_of(
+    options: dict[str, Any],
     facts: SampleFacts,
-    kl_coef: float,
-    clip: float = 0.2,
     *,
-    factors: Logps | None = None,
+    starts: Logps | None = None,
+    references: Logps | None = None,
+    samplers: Logps | None = None,
 ) -> Loss:
-    """Clipped ratio times (R - mean)/(std + 1e-6), mean over all tokens, plus kl_coef * k3.
+    """The reference's loss of an objective.
 
-    No `starts`: ratio 1. `factors` [response] of each sample multiply the first term.
+    Args:
+        options: of the objective, without defaults.
+        starts: log-probs at the start of the step; None: those of the update.
+        references: log-probs of the frozen reference; None: those of the start.
+        samplers: log-probs of the rollout engine; None: not used.
     """
-    advantages = np.empty(facts.num_samples)
-    for group in np.unique(facts.groups):
-        rows = facts.groups == group
-        rewards = facts.rewards[rows]
-        advantages[rows] = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
 
-    def loss(logps: Logps) -> torch.Tensor:
-        terms = []
-        for row, logp in enumerate(logps):
-            ratio = (logp - (logp.detach() if starts is None else starts[row])).exp()
-            advantage = float(advantages[row])
-            term = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-            if factors is not None:
-                term = term * factors[row]
-            if references is not None:
-                difference = references[row] - logp
-                term = term + kl_coef * (difference.exp() - difference - 1)
-            terms.append(term)
-        return torch.cat(terms).mean()
+    def loss(logps: Logps, entropies: Logps) -> torch.Tensor:
+        value, _ = reference_loss(
+            options,
+            facts,
+            logps,
+            starts=starts,
+            references=references,
+            samplers=samplers,
+            entropies=entropies,
+        )
+        return value
 
     return loss
 
 
-def sft_loss(logps: Logps) -> torch.Tensor:
-    """Mean negative log-likelihood over all response tokens."""
-    return -torch.cat(logps).mean()
+def pacs_loss(starts: Logps, facts: SampleFacts) -> Loss:
+    """PACS with its default options against the reference log-probs `starts`."""
+    return loss_of({"name": "pacs"}, facts, starts=starts)
 
 
 class PlainTrainer:
@@ -111,29 +99,20 @@ class PlainTrainer:
     def logprobs(self, facts: SampleFacts, tokens: TokenBuffers) -> Logps:
         """Without graph."""
         with torch.no_grad():
-            return plain_logprobs(self.model, facts, tokens, self.temperature)[0]
+            logps, _ = plain_logprobs(self.model, facts, tokens, self.temperature)
+        return logps
 
     def entropy_mean(self, facts: SampleFacts, tokens: TokenBuffers) -> float:
         """Over all response tokens."""
         with torch.no_grad():
-            return float(
-                torch.cat(plain_logprobs(self.model, facts, tokens, self.temperature)[1]).mean()
-            )
+            _, entropies = plain_logprobs(self.model, facts, tokens, self.temperature)
+        return float(torch.cat(entropies).mean())
 
-    def update(
-        self,
-        facts: SampleFacts,
-        tokens: TokenBuffers,
-        loss: Loss | Callable[[Logps, Logps], torch.Tensor],
-    ) -> tuple[float, float]:
-        """One update.
-
-        Returns (loss, gradient norm before clipping). A loss with two arguments receives the
-        entropies too.
-        """
+    def update(self, facts: SampleFacts, tokens: TokenBuffers, loss: Loss) -> tuple[float, float]:
+        """One update. Returns (loss, gradient norm before clipping)."""
         self.optimizer.zero_grad()
-        found = plain_logprobs(self.model, facts, tokens, self.temperature)
-        value = loss(*found[: len(inspect.signature(loss).parameters)])
+        logps, entropies = plain_logprobs(self.model, facts, tokens, self.temperature)
+        value = loss(logps, entropies)
         value.backward()  # type: ignore[no-untyped-call]
         limit = self.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)

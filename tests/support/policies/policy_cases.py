@@ -1,4 +1,4 @@
-"""A policy on any layout, random mini-batches, and the plain PyTorch + transformers reference."""
+"""A policy on any layout, and random mini-batches for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.batching.tables import select_tokens
@@ -138,17 +137,17 @@ def make_part(
         tokens_per_microbatch=tokens_per_microbatch,
         keep_groups=keep_groups,
     )
-    mine = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
-    return MiniBatch(facts=facts, tokens=select_tokens(tokens, mine, mine), plan=plan, index=index)
+    rows = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
+    return MiniBatch(facts=facts, tokens=select_tokens(tokens, rows, rows), plan=plan, index=index)
 
 
 def with_passes(policy: Any, objective: Any, minibatch: MiniBatch) -> MiniBatch:
     """The mini-batch with the log-probs that the objective needs before its update."""
-    found = {
+    logprobs = {
         f"{name}_logprobs": policy.logprobs(minibatch, name)
         for name in objective.logprob_passes(minibatch.index)
     }
-    return replace(minibatch, **found)
+    return replace(minibatch, **logprobs)
 
 
 def train(
@@ -160,69 +159,3 @@ def train(
         minibatch = with_passes(policy, objective, make_part(facts, tokens, policy, **part_options))
         reports.append(policy.update(minibatch, objective, objective.prepare_step(minibatch.facts)))
     return reports
-
-
-def reference_logprobs(model: Any, facts: SampleFacts, tokens: TokenBuffers) -> list[torch.Tensor]:
-    """Per sample, float32 [response] from plain transformers, one sample at a time, unpacked."""
-    found = []
-    for row in range(facts.num_samples):
-        ids = torch.from_numpy(
-            tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64)
-        )
-        logits = model(ids[None]).logits[0].float()
-        start = int(facts.prompt_lens[row])
-        logp = torch.log_softmax(logits[start - 1 : -1], dim=-1)
-        found.append(logp.gather(1, ids[start:, None])[:, 0])
-    return found
-
-
-def reference_pacs_loss(
-    logps: list[torch.Tensor],
-    starts: list[torch.Tensor],
-    facts: SampleFacts,
-    factors: list[float] | None = None,
-) -> torch.Tensor:
-    """objective.md's (2), (6), (7), (8) in plain autograd: rloo, beta 1, weights `question`, times
-    `factors`.
-    """
-    proxies = torch.stack([(p - s).sum() for p, s in zip(logps, starts, strict=True)]).double()
-    total = torch.zeros((), dtype=torch.float64)
-    for group in range(facts.num_groups):
-        members = np.flatnonzero(facts.groups == group)
-        for i in members:
-            others = torch.tensor([j for j in members if j != i])
-            psi = proxies[i] - proxies[others].mean()
-            same = sum(facts.labels[j] == facts.labels[i] for j in members)
-            weight = 1.0 if same == len(members) else len(members) / (2 * same)
-            weight *= 1.0 if factors is None else factors[i]
-            label = torch.tensor(facts.labels[i], dtype=torch.float64)
-            total = total + weight * torch.nn.functional.binary_cross_entropy_with_logits(
-                psi, label
-            )
-    return total / facts.num_samples
-
-
-class ReferenceTrainer:
-    """Plain PyTorch AdamW on a transformers model; uses neither Megatron nor the weight table."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=OPTIMIZER["lr"],
-            betas=(0.9, 0.95),
-            eps=OPTIMIZER["adam_eps"],
-            weight_decay=0.0,
-        )
-
-    def step(self, facts: SampleFacts, tokens: TokenBuffers) -> tuple[float, float]:
-        """One PACS update with reference step_start. Returns (loss, gradient norm before clipping)."""
-        self.optimizer.zero_grad()
-        logps = reference_logprobs(self.model, facts, tokens)
-        loss = reference_pacs_loss(logps, [p.detach() for p in logps], facts)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
-        self.optimizer.step()
-        return float(loss.detach()), float(norm)

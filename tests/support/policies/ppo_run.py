@@ -157,7 +157,7 @@ def attempt(
         return wrapped
 
     for name, model in zip(names, run.models, strict=True):
-        setattr(model, "update", recorded(name, model))
+        model.update = recorded(name, model)  # type: ignore[method-assign]
     progress = saving.resume(run) or RunProgress(row={})
     rows = []
     with suppress(Interrupted):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from pacs_megatron.workbench.certify import run as certify_run
-from pacs_megatron.workbench.certify import shrink
+from pacs_megatron.workbench.certify import samples, shrink
 from pacs_megatron.workbench.certify.shrink import Case
 from tests.support.policies.changed_runs import COSINE, Changed
-from tests.support.policies.planted_fourth import ROUTED
+from tests.support.policies.injected_errors.injection import SAMPLER_ROUTES
 
 WARM: dict[str, Any] = {
     "schedule": "cosine",
@@ -29,7 +29,7 @@ FULL: dict[str, Any] = {"recompute": {"granularity": "full"}}
 
 def one_group(patch: pytest.MonkeyPatch) -> None:
     """Each step has one group."""
-    patch.setattr(shrink, "_groups_of_step", lambda _step, _updates: [0])
+    patch.setattr(shrink, "missing_of_groups", lambda _step, _updates: [0])
 
 
 def one_token(patch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def one_class(patch: pytest.MonkeyPatch) -> None:
     """Every sample of an odd step is correct, of an even one wrong, with equal rewards in each
     group.
     """
-    write = shrink.write_samples
+    write = samples.write_samples
 
     def changed(case: Case, folder: Path, seed: int) -> None:
         write(case, folder, seed)
@@ -83,7 +83,7 @@ def case(
         "batch": {name: options[key] for key, name in names.items() if key in options},
         "optimizer": options.get("optimizer", {}),
     }
-    routed = ROUTED if options.get("is_routed") else {}
+    routed = SAMPLER_ROUTES if options.get("is_routed") else {}
     kept = {key: options[key] for key in ("family", "clip", "stop_after", "data") if key in options}
     return Changed(before=before | routed, later=options.get("later", {}), **kept)
 

@@ -15,12 +15,14 @@ from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
 from tests.support.policies.objective_reference import (
     Batch,
+    assert_metrics_equal,
+    flat_reference_loss,
     make_facts,
     objective_gradient,
     objective_scores,
     random_batch,
     reference_loss,
-    reference_proxy,
+    reference_loss_of_proxies,
 )
 
 SCORES = ("rloo", "dr_grpo", "grpo", "naive")
@@ -29,7 +31,9 @@ WEIGHTINGS = ("question", "only_positive", "only_negative", "none")
 
 
 def pacs(updates_per_step: int = 1, **options: Any) -> Objective:
-    """A floor far below every standard deviation here stands for none, which `score: grpo` rejects."""
+    """A floor far below every standard deviation here stands for no floor, which `score: grpo`
+    rejects.
+    """
     if options.get("score") == "grpo":
         options = {"score_std_floor": 1e-20} | options
     return build_objective(PacsOptions(name="pacs", **options), updates_per_step=updates_per_step)
@@ -48,26 +52,27 @@ def coefficient(prepared: Prepared) -> np.ndarray:
     return prepared.per_sample["coefficient"].numpy()
 
 
-# -------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # against autograd
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("proxy", PROXIES)
 def test_loss_and_gradient_match_autograd(proxy: str, score: str, weighting: str) -> None:
+    options = {"score": score, "weighting": weighting, "beta": 0.7}
     for seed in range(3):
         batch = random_batch(seed)
-        objective = with_any_reference(proxy, score=score, weighting=weighting, beta=0.7)
+        objective = with_any_reference(proxy, **options)
         prepared = prepare(objective, batch.facts, objective_scores(objective, batch))
         gradient, _ = objective_gradient(objective, batch, prepared, cuts=7, seed=seed)
 
         logprobs = batch.logprobs.clone().requires_grad_(True)
-        loss = reference_loss(
-            reference_proxy(batch, logprobs, proxy, 0.7), batch.facts, score, weighting
-        )
+        of_reference = {"name": "pacs", "reward_proxy": proxy, "reference": "frozen", **options}
+        loss, metrics = flat_reference_loss(of_reference, batch, logprobs)
         loss.backward()
         assert prepared.loss == pytest.approx(float(loss.detach()), rel=1e-12)
         np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-9, atol=1e-14)
         assert float(gradient.abs().max()) > 1e-4
+        assert_metrics_equal(prepared.metrics, metrics)
 
 
 @pytest.mark.parametrize("floor", [1e-3, 0.8, 50.0])
@@ -80,7 +85,7 @@ def test_std_floor_matches_autograd(floor: float) -> None:
     scores = objective_scores(objective, batch)
     prepared = prepare(objective, batch.facts, scores)
     r = scores.clone().requires_grad_(True)
-    loss = reference_loss(r, batch.facts, "grpo", "question", floor)
+    loss = reference_loss_of_proxies(r, batch.facts, score="grpo", score_std_floor=floor)
     loss.backward()
     assert prepared.loss == pytest.approx(float(loss.detach()), rel=1e-12)
     np.testing.assert_allclose(coefficient(prepared), r.grad, rtol=1e-9, atol=1e-15)
@@ -105,7 +110,7 @@ def test_groups_whose_proxies_are_all_equal(score: str) -> None:
     facts = make_facts(groups.tolist(), labels.tolist())
     r = torch.full((len(groups),), 0.1, dtype=torch.float64, requires_grad=True)
     prepared = prepare(pacs(score=score, reference="frozen"), facts, r.detach())
-    loss = reference_loss(r, facts, score, "question")
+    loss = reference_loss_of_proxies(r, facts, score=score)
     loss.backward()
     np.testing.assert_allclose(coefficient(prepared), r.grad, rtol=1e-9, atol=1e-15)
     if score != "naive":
@@ -158,8 +163,9 @@ def test_several_updates_follow_a_plain_implementation() -> None:
         ours = ours - 2.0 * leaf.grad
 
         leaf = plain.clone().requires_grad_(True)
-        r = (token_logprobs(leaf) - token_logprobs(start)).view(len(groups), 5).sum(-1)
-        loss = reference_loss(r, facts, "rloo", "question")
+        responses = token_logprobs(leaf).view(len(groups), 5).unbind()
+        starts = token_logprobs(start).view(len(groups), 5).unbind()
+        loss, _ = reference_loss({"name": "pacs"}, facts, responses, starts=starts)
         loss.backward()
         plain = plain - 2.0 * leaf.grad
         assert prepared.loss == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -167,8 +173,8 @@ def test_several_updates_follow_a_plain_implementation() -> None:
     assert float(loss.detach()) < np.log(2.0) - 1e-3
 
 
-# ------------------------------------------------------------------------------------------- the
-# closed first update
+# --------------------------------------------------------------------------------------------------
+# the closed first update
 def test_first_update_is_rloo_without_weights() -> None:
     facts = random_batch(1).facts
     a = coefficient(prepare(pacs(weighting="none", beta=0.5), facts, None))
@@ -238,7 +244,7 @@ def test_null_scores_are_the_closed_form_bit_for_bit(score: str) -> None:
     assert without.metrics | {"pacs/psi_mean_square": 0.0} == given.metrics
 
 
-# ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # order and cut
 def test_order_of_arrival_changes_no_bit() -> None:
     batch = random_batch(11, sizes=tuple(range(2, 9)) * 20)
@@ -306,7 +312,7 @@ def test_masked_tokens_do_not_count() -> None:
         assert torch.equal(objective_scores(objective, moved), scores)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # numerics
 def test_extreme_scores_keep_their_precision() -> None:
     psi = torch.tensor([1000.0, -1000.0, 40.0, -40.0, 700.0, -0.5], dtype=torch.float64)
@@ -339,7 +345,7 @@ def test_float32_log_probs_get_float32_coefficients() -> None:
     assert all(values.dtype == torch.float64 for values in prepared.per_sample.values())
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # actor term
 class Enumeration:
     """A policy over 3 tokens, responses of two, groups of three: all 9^3 groups, each one prompt's
@@ -401,7 +407,9 @@ class Enumeration:
         for k, row in enumerate(self.members):
             facts = make_facts([0] * self.SIZE, self.LABELS[row].tolist())
             losses.append(
-                reference_loss(r[k], facts, self.options["score"], self.options["weighting"])
+                reference_loss_of_proxies(
+                    r[k], facts, score=self.options["score"], weighting=self.options["weighting"]
+                )
             )
         probability = self.response_logprobs(theta)[self.members].sum(-1).exp()
         loss = torch.stack(losses)
@@ -475,7 +483,7 @@ def test_actor_term_keeps_one_class_groups_and_own_scope_is_5_as_printed() -> No
     assert group.loss == base.loss
 
 
-# ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # importance correction
 def test_importance_weights_are_capped_and_scale_weights() -> None:
     groups = [0, 0, 1, 1, 1, 0]
@@ -490,19 +498,16 @@ def test_importance_weights_are_capped_and_scale_weights() -> None:
     assert prepared.loss == pytest.approx(weights.mean() * np.log(2.0), rel=1e-14)
     assert prepared.metrics["pacs/importance_mean"] == pytest.approx(ratios.mean())
     assert prepared.metrics["pacs/importance_capped_frac"] == pytest.approx(2 / 6)
-    r = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    sizes = torch.tensor([3.0, 3, 3, 3, 3, 3], dtype=torch.float64)
-    mean = (
-        torch.zeros(2, dtype=torch.float64).index_add(0, torch.tensor(groups), r)[
-            torch.tensor(groups)
-        ]
-        / 3
+    logprobs = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    loss, metrics = reference_loss(
+        {"name": "pacs", "importance_cap": 2.0},
+        facts,
+        logprobs[:, None].unbind(),
+        samplers=(-torch.tensor(log_ratios, dtype=torch.float64))[:, None].unbind(),
     )
-    psi = (r - mean) * sizes / (sizes - 1)
-    y = torch.tensor(labels, dtype=torch.float64)
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(psi, y, reduction="none")
-    (torch.from_numpy(weights) * losses).mean().backward()
-    np.testing.assert_allclose(coefficient(prepared), r.grad, rtol=1e-12, atol=1e-17)
+    loss.backward()
+    np.testing.assert_allclose(coefficient(prepared), logprobs.grad, rtol=1e-12, atol=1e-17)
+    assert_metrics_equal(prepared.metrics, metrics)
 
 
 def test_importance_needs_the_log_ratios_and_select_keeps_them() -> None:
@@ -518,7 +523,7 @@ def test_importance_needs_the_log_ratios_and_select_keeps_them() -> None:
     ]
 
 
-# -------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # passes, errors
 @pytest.mark.parametrize(
     ("options", "first", "later", "first_statistics", "later_statistics"),
@@ -617,7 +622,7 @@ def test_non_finite_scores_never_become_coefficients(value: float) -> None:
         prepare(pacs(reference="frozen"), make_facts([0, 0], [0.0, 1.0]), scores)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # metrics
 def test_metrics_and_their_denominators() -> None:
     facts = make_facts(

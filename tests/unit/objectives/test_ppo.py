@@ -9,8 +9,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from pacs_megatron.objectives.ppo import Ppo, PpoOptions, gae
 from pacs_megatron.objectives.registry import ObjectiveOptions
-from tests.support.policies.objective_reference import random_batch
-from tests.support.policies.ppo_reference import gae_by_definition
+from pacs_megatron.workbench.certify import formulas
+from tests.support.policies.objective_reference import (
+    assert_metrics_equal,
+    random_batch,
+    with_defaults,
+)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7), (0.97, 0.0)])
@@ -18,10 +22,13 @@ def test_gae_is_the_double_sum_of_its_definition(gamma: float, lam: float) -> No
     rng = np.random.default_rng(0)
     lens = [1, 2, 17, 5]
     rewards, values = ([rng.normal(size=length) for length in lens] for _ in range(2))
-    found = gae(rewards, [value.astype(np.float32) for value in values], gamma, lam)
+    values = [value.astype(np.float32) for value in values]
+    found = gae(rewards, values, gamma, lam)
     for advantage, reward, value in zip(found, rewards, values, strict=True):
-        exact = gae_by_definition(reward.tolist(), value.astype(np.float32).tolist(), gamma, lam)
-        np.testing.assert_allclose(advantage, exact, rtol=1e-12, atol=1e-12)
+        of_reference = formulas.gae(
+            torch.from_numpy(reward), torch.from_numpy(value).double(), gamma, lam
+        )
+        np.testing.assert_allclose(advantage, of_reference, rtol=1e-12, atol=1e-12)
 
 
 def test_gae_of_a_sample_does_not_depend_on_the_others() -> None:
@@ -68,33 +75,25 @@ def test_value_loss_and_its_gradient(value_clip: float | None) -> None:
     ).requires_grad_()
     loss = (critic.token_loss(record, critic.prepare(None, batch.facts, None)) * record.mask).sum()
     (gradient,) = torch.autograd.grad(loss, record.logprobs)
-    expected = 0.0
-    for at, (v, old, target, mask) in enumerate(
-        zip(
-            record.logprobs.tolist(),
-            *(record.estimates[k].tolist() for k in ("value", "return")),
-            batch.mask,
-            strict=True,
-        )
-    ):
-        near = v if value_clip is None else min(max(v, old - value_clip), old + value_clip)
-        is_free = (v - target) ** 2 >= (near - target) ** 2
-        expected += (
-            0.5
-            * max((v - target) ** 2, (near - target) ** 2)
-            * float(mask)
-            / float(batch.mask.sum())
-        )
-        slope = (v - target) if is_free or near == v else 0.0
-        assert float(gradient[at]) == pytest.approx(
-            slope * float(mask) / float(batch.mask.sum()), abs=1e-12
-        )
-    assert float(loss.detach()) == pytest.approx(expected, rel=1e-12)
+
+    values = record.logprobs.detach().requires_grad_()
+    of_reference, reference_metrics = formulas.value_loss(
+        with_defaults({"name": "ppo", "value_clip": value_clip}),
+        batch.split(values),
+        batch.split(record.estimates["value"]),
+        batch.split(record.estimates["return"]),
+    )
+    of_reference.backward()  # type: ignore[no-untyped-call]
+    assert float(loss.detach()) == pytest.approx(float(of_reference.detach()), rel=1e-12)
+    np.testing.assert_allclose(gradient, values.grad, rtol=0, atol=1e-12)
+
     record.logprobs = record.logprobs.detach()
     metrics = {
         name: float((value * record.mask).sum())
         for name, value in critic.token_metrics(record, None).items()
     }
+    clip_frac = {"critic/clip_frac": reference_metrics["critic/clip_frac"]}
+    assert_metrics_equal(metrics, clip_frac)
     assert (metrics["critic/clip_frac"] > 0) == (value_clip is not None)
 
 

@@ -1,5 +1,5 @@
-"""Each rival of PACS against its formula with autograd in float64, and what the files of the folder
-promise.
+"""Each objective but PACS, PPO and SFT against the reference with autograd in float64, and what the
+files of the folder promise.
 """
 
 import re
@@ -15,12 +15,15 @@ from pydantic import TypeAdapter
 from pacs_megatron.contracts import Prepared
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
 from pacs_megatron.objectives.shared.base import Objective
-from tests.support.policies.kin_reference import KIN, kin_loss
+from tests.support.policies.objective_cases import OBJECTIVE_CASES
 from tests.support.policies.objective_reference import (
     Batch,
+    assert_metrics_equal,
+    flat_reference_loss,
     make_facts,
     objective_scores,
     random_batch,
+    token_metric_sums,
 )
 
 METRICS = set(
@@ -32,16 +35,23 @@ METRICS = set(
 
 
 def build(case: str, updates: int = 2) -> Objective:
-    options = TypeAdapter(ObjectiveOptions).validate_python(KIN[case])
+    options = TypeAdapter(ObjectiveOptions).validate_python(OBJECTIVE_CASES[case])
     return build_objective(options, updates_per_step=updates)
 
 
-def split(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Per sample, the trained tokens."""
-    return [
-        values[(batch.sample_of_token == row) & (batch.mask == 1)]
-        for row in range(batch.facts.num_samples)
-    ]
+def drawn_batch(seed: int, *, moved: float) -> Batch:
+    """A mini-batch with log-probs of the sampler and of the step's start.
+
+    Args:
+        moved: standard deviation of the policy's log-probs from those of the step's start.
+    """
+    batch = random_batch(seed, spread=0.2)
+    rng = np.random.default_rng(seed)
+    distance = torch.from_numpy(rng.normal(0, 1.0, len(batch.mask))) * moved
+    noise = torch.from_numpy(rng.normal(0, 0.4, len(batch.mask)))
+    batch.step_start = batch.logprobs - distance
+    batch.sampler = batch.logprobs + noise
+    return batch
 
 
 def prepared_like_the_engine(
@@ -49,126 +59,94 @@ def prepared_like_the_engine(
 ) -> tuple[Batch, Prepared]:
     facts = batch.facts
     if objective.kl_in_reward:
-        pairs = zip(split(step_start_of(batch), batch), split(batch.reference, batch), strict=True)
-        facts = replace(
-            facts,
-            kl_to_reference=np.array([objective.sample_kl(a.numpy(), b.numpy()) for a, b in pairs]),
-        )
+        pairs = zip(batch.split(batch.start), batch.split(batch.reference), strict=True)
+        kls = [objective.sample_kl(start.numpy(), reference.numpy()) for start, reference in pairs]
+        facts = replace(facts, kl_to_reference=np.array(kls))
+
     names = objective.statistics(index)
     if "sampler_ratio" in names:
         assert batch.sampler is not None
-        ratios = split(step_start_of(batch) - batch.sampler, batch)
-        facts = replace(
-            facts, log_ratio_to_sampler=np.array([float(ratio.mean()) for ratio in ratios])
-        )
+        ratios = [float(ratio.mean()) for ratio in batch.split(batch.start - batch.sampler)]
+        facts = replace(facts, log_ratio_to_sampler=np.array(ratios))
+
     scores = objective_scores(objective, batch) if "score" in names else None
-    batch = Batch(**{**vars(batch), "facts": facts})
-    return batch, objective.prepare(scores, facts, objective.prepare_step(facts))
+    prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
+    return replace(batch, facts=facts), prepared
 
 
-def step_start_of(batch: Batch) -> torch.Tensor:
-    assert batch.step_start is not None
-    return batch.step_start
+def gradients(
+    objective: Objective, batch: Batch, prepared: Prepared, entropy: torch.Tensor, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(derivatives by log-probs, by entropies, loss) of five micro-batches."""
+    logprobs = batch.logprobs.clone().requires_grad_(True)
+    entropies = entropy.clone().requires_grad_(True)
+    order = np.random.default_rng(seed).permutation(batch.facts.num_samples)
+    total = 0.0
+    for rows in torch.tensor_split(torch.from_numpy(order), 5):
+        tokens = torch.nonzero(torch.isin(batch.sample_of_token, rows))[:, 0]
+        record = replace(batch.record(tokens, logprobs), entropy=entropies[tokens])
+        loss = (objective.token_loss(record, prepared) * record.mask).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    assert logprobs.grad is not None
+    by_entropy = torch.zeros_like(entropy) if entropies.grad is None else entropies.grad
+    return logprobs.grad, by_entropy, total
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("case", KIN)
+@pytest.mark.parametrize("case", OBJECTIVE_CASES)
 def test_loss_and_gradient_match_autograd(case: str, index: int) -> None:
     """At the first update the policy is the step's start; later ones have moved so far that clips
-    bind.
+    apply.
     """
+    options = OBJECTIVE_CASES[case]
+    objective = build(case)
     for seed in range(2):
-        batch = random_batch(seed, spread=0.2)
-        rng = np.random.default_rng(seed)
-        moved = torch.from_numpy(rng.normal(0, 0.05, len(batch.mask))) * (index > 0)
-        entropy = torch.from_numpy(rng.exponential(1.0, len(batch.mask)))
-        batch = Batch(
-            **{
-                **vars(batch),
-                "step_start": batch.logprobs - moved,
-                "sampler": batch.logprobs + torch.from_numpy(rng.normal(0, 0.4, len(batch.mask))),
-            }
+        batch = drawn_batch(seed, moved=0.05 if index else 0.0)
+        entropy = torch.from_numpy(
+            np.random.default_rng(seed + 100).exponential(1.0, len(batch.mask))
         )
-        objective = build(case)
         batch, prepared = prepared_like_the_engine(objective, batch, index)
+        by_logprob, by_entropy, total = gradients(objective, batch, prepared, entropy, seed)
 
         logprobs = batch.logprobs.clone().requires_grad_(True)
         entropies = entropy.clone().requires_grad_(True)
-        total = 0.0
-        for rows in torch.tensor_split(
-            torch.from_numpy(rng.permutation(batch.facts.num_samples)), 5
-        ):
-            at = torch.nonzero(torch.isin(batch.sample_of_token, rows))[:, 0]
-            record = replace(batch.record(at, logprobs), entropy=entropies[at])
-            loss = (objective.token_loss(record, prepared) * record.mask).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+        loss, reference_metrics = flat_reference_loss(options, batch, logprobs, entropies)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found_loss = total if prepared.loss is None else prepared.loss
+        assert found_loss == pytest.approx(float(loss.detach()), rel=1e-9)
+        np.testing.assert_allclose(by_logprob, logprobs.grad, rtol=1e-9, atol=1e-15)
+        assert float(by_logprob.abs().max()) > 0
+        if "entropy_coef" in options:
+            np.testing.assert_allclose(by_entropy, entropies.grad, rtol=1e-12)
 
-        plain_logprobs = logprobs.detach().clone()
-        plain_entropies = entropy.clone()
-        plain_logprobs.requires_grad_(True), plain_entropies.requires_grad_(True)
-        wanted = kin_loss(
-            KIN[case],
-            batch.facts,
-            split(plain_logprobs, batch),
-            split(step_start_of(batch), batch),
-            references=split(batch.reference, batch),
-            samplers=split(batch.sampler, batch)
-            if batch.sampler is not None and "importance" in KIN[case]
-            else None,
-            entropies=split(plain_entropies, batch),
-        )
-        wanted.backward()  # type: ignore[no-untyped-call]
-        assert (total if prepared.loss is None else prepared.loss) == pytest.approx(
-            float(wanted.detach()), rel=1e-9
-        )
-        np.testing.assert_allclose(logprobs.grad, plain_logprobs.grad, rtol=1e-9, atol=1e-15)
-        assert float(logprobs.grad.abs().max()) > 0  # type: ignore[union-attr]
-        if "entropy_coef" in KIN[case]:
-            np.testing.assert_allclose(entropies.grad, plain_entropies.grad, rtol=1e-12)
-        everything = batch.record()
-        metrics = objective.token_metrics(everything, prepared)
-        names = {**metrics, **prepared.metrics}
-        assert all(name.startswith(f"{objective.name}/") for name in names)
-        assert {name.partition("/")[2] for name in names} <= METRICS, "not in docs/metrics.md"
-        if index and f"{objective.name}/clip_frac" in metrics and "clip_high" in KIN[case]:
-            assert (
-                0 < float((metrics[f"{objective.name}/clip_frac"] * everything.mask).sum()) < 1
-            ), "the clip never bound"
+        metrics = prepared.metrics | token_metric_sums(objective, batch, prepared)
+        assert all(name.startswith(f"{objective.name}/") for name in metrics)
+        assert {name.partition("/")[2] for name in metrics} <= METRICS, "not in docs/metrics.md"
+        assert_metrics_equal(metrics, reference_metrics)
+        clip_frac = metrics.get(f"{objective.name}/clip_frac")
+        if index and clip_frac is not None and "clip_high" in options:
+            assert 0 < clip_frac < 1, "the clip never applied"
 
 
 def test_a_wrong_formula_would_be_found() -> None:
     """No two cases have the same loss on the same inputs."""
     batch = random_batch(3, spread=0.2)
-    batch = Batch(
-        **{**vars(batch), "step_start": batch.logprobs - 0.1, "sampler": batch.logprobs + 0.1}
-    )
-    found = {}
-    for case, options in KIN.items():
-        parts = [
-            split(values, batch)
-            for values in (batch.logprobs, step_start_of(batch), batch.reference)
-        ]
-        samplers = (
-            split(batch.sampler, batch)
-            if batch.sampler is not None and "importance" in options
-            else None
-        )
-        found[case] = float(
-            kin_loss(
-                options,
-                batch.facts,
-                *parts[:2],
-                references=parts[2],
-                samplers=samplers,
-                entropies=parts[0],
-            )
-        )
-    assert len({round(value, 9) for value in found.values()}) == len(KIN), found
+    batch.step_start = batch.logprobs - 0.1
+    batch.sampler = batch.logprobs + 0.1
+    losses = {}
+    for case, options in OBJECTIVE_CASES.items():
+        loss, _ = flat_reference_loss(options, batch, batch.logprobs, batch.logprobs)
+        losses[case] = float(loss)
+    assert len({round(value, 9) for value in losses.values()}) == len(OBJECTIVE_CASES), losses
 
 
 def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
-    assert {options["name"] for options in KIN.values()} | {"pacs", "sft", "ppo"} == set(REGISTRY)
+    assert {options["name"] for options in OBJECTIVE_CASES.values()} | {
+        "pacs",
+        "sft",
+        "ppo",
+    } == set(REGISTRY)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
-"""SFT against the negative log-likelihood written out."""
+"""SFT against the negative log-likelihood of the reference."""
 
 from typing import Literal
 
 import numpy as np
 import pytest
-import torch
 
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
 from pacs_megatron.objectives.shared.base import Objective
-from tests.support.policies.objective_reference import make_facts, objective_gradient, random_batch
+from tests.support.policies.objective_reference import (
+    flat_reference_loss,
+    make_facts,
+    objective_gradient,
+    random_batch,
+)
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
@@ -19,15 +23,7 @@ def test_loss_and_gradient_match_autograd(loss_mean: Literal["token", "sequence"
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     gradient, loss = objective_gradient(objective, batch, prepared, cuts=4)
     logprobs = batch.logprobs.clone().requires_grad_(True)
-    kept = [
-        logprobs[(batch.sample_of_token == row) & (batch.mask == 1)]
-        for row in range(batch.facts.num_samples)
-    ]
-    plain = (
-        -torch.cat(kept).mean()
-        if loss_mean == "token"
-        else -torch.stack([tokens.mean() for tokens in kept]).mean()
-    )
+    plain, _ = flat_reference_loss({"name": "sft", "loss_mean": loss_mean}, batch, logprobs)
     plain.backward()
     assert prepared.loss is None and loss == pytest.approx(float(plain.detach()), rel=1e-12)
     np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-12, atol=0)

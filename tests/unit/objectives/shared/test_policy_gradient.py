@@ -1,4 +1,4 @@
-"""The GRPO family against plain per-token loops with autograd in float64."""
+"""The GRPO family against the reference with autograd in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from pacs_megatron.contracts import SampleFacts
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.dr_grpo import DrGrpoOptions
 from pacs_megatron.objectives.grpo import GrpoOptions
@@ -15,11 +14,16 @@ from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.objective_reference import (
     Batch,
+    assert_metrics_equal,
+    flat_reference_loss,
     make_facts,
     objective_gradient,
     random_batch,
+    reference_advantages,
+    token_metric_sums,
 )
 
+GRPO = {"name": "grpo"}
 MEANS: tuple[dict[str, Any], ...] = (
     {"loss_mean": "token"},
     {"loss_mean": "sequence"},
@@ -31,41 +35,6 @@ def grpo(updates_per_step: int = 1, **options: Any) -> Objective:
     return build_objective(GrpoOptions(name="grpo", **options), updates_per_step=updates_per_step)
 
 
-def plain_advantages(facts: SampleFacts) -> list[float]:
-    out = []
-    for row in range(facts.num_samples):
-        rewards = facts.rewards[facts.groups == facts.groups[row]]
-        out.append((facts.rewards[row] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
-    return out
-
-
-def plain_loss(
-    batch: Batch, logprobs: torch.Tensor, options: GrpoOptions, advantages: list[float]
-) -> torch.Tensor:
-    """Sample by sample, from the definition; the ratio is taken against `batch.reference`, as the
-    KL is.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    num_samples = batch.facts.num_samples
-    num_tokens = int(batch.facts.response_lens.sum())
-    for row in range(num_samples):
-        keep = (batch.sample_of_token == row) & (batch.mask == 1)
-        log_ratio = logprobs[keep] - batch.reference[keep]
-        ratio = log_ratio.exp()
-        surrogate = torch.minimum(
-            ratio * advantages[row],
-            ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages[row],
-        )
-        tokens = -surrogate + options.kl_coef * ((-log_ratio).exp() + log_ratio - 1)
-        divisor = {
-            "token": num_tokens,
-            "sequence": num_samples * int(keep.sum()),
-            "dr_grpo": num_samples * (options.constant_length or 0),
-        }[options.loss_mean]
-        total = total + tokens.sum() / divisor
-    return total
-
-
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 @pytest.mark.parametrize("mean", MEANS, ids=lambda mean: mean["loss_mean"])
 def test_loss_and_gradient_match_autograd(mean: dict[str, Any], kl_coef: float) -> None:
@@ -75,104 +44,53 @@ def test_loss_and_gradient_match_autograd(mean: dict[str, Any], kl_coef: float) 
         objective = grpo(updates_per_step=2, **options)
         prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
         gradient, loss = objective_gradient(objective, batch, prepared, cuts=6, seed=seed)
+
         logprobs = batch.logprobs.clone().requires_grad_(True)
-        advantages = plain_advantages(batch.facts)
-        plain = plain_loss(batch, logprobs, GrpoOptions(name="grpo", **options), advantages)
-        plain.backward()
-        assert prepared.loss is None and loss == pytest.approx(float(plain.detach()), rel=1e-10)
+        plain, metrics = flat_reference_loss(GRPO | options, batch, logprobs)
+        plain.backward()  # type: ignore[no-untyped-call]
+        assert prepared.loss is None
+        assert loss == pytest.approx(float(plain.detach()), rel=1e-10)
         np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-10, atol=1e-15)
 
-        metrics = objective.token_metrics(batch.record(), prepared)
-        sums = {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
-        ratio = (batch.logprobs - batch.reference).exp()
-        sign = torch.tensor(advantages)[batch.sample_of_token].sign()
-        clipped = ((sign > 0) & (ratio > 1.3)) | ((sign < 0) & (ratio < 0.9))
-        assert sums["grpo/clip_frac"] == pytest.approx(
-            float((clipped * batch.mask).sum() / batch.mask.sum())
-        )
+        sums = token_metric_sums(objective, batch, prepared)
+        assert_metrics_equal(prepared.metrics | sums, metrics)
         assert 0 < sums["grpo/clip_frac"] < 1
-        assert (kl_coef > 0) == ("grpo/kl" in sums)
-        if kl_coef > 0:
-            k3 = 1 / ratio - 1 + ratio.log()
-            assert sums["grpo/kl"] == pytest.approx(
-                float((k3 * batch.mask).sum() / batch.mask.sum())
-            )
-
-
-def plain_corrected_loss(
-    batch: Batch,
-    logprobs: torch.Tensor,
-    advantages: list[float],
-    options: GrpoOptions,
-    step_start: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, w [t]) token by token, from the definition; token mean, clip 0.2, KL against
-    `batch.reference`.
-    """
-    assert batch.sampler is not None and options.importance_cap is not None
-    total = torch.zeros((), dtype=torch.float64)
-    factors = []
-    for at in range(len(logprobs)):
-        w = float(torch.exp(step_start[at] - batch.sampler[at]))
-        if options.importance == "truncate":
-            w = min(w, options.importance_cap)
-        elif not (options.importance_floor or 0) <= w <= options.importance_cap:
-            w = 0.0
-        factors.append(w)
-        if batch.mask[at] == 0:
-            continue
-        advantage = advantages[int(batch.sample_of_token[at])]
-        rho = (logprobs[at] - step_start[at]).exp()
-        low = 1 - options.clip_low
-        high = 1 + options.clip_high
-        surrogate = torch.minimum(rho * advantage, rho.clamp(low, high) * advantage)
-        q = batch.reference[at] - logprobs[at]
-        total = total - w * surrogate + options.kl_coef * (q.exp() - q - 1)
-    return total / batch.mask.sum(), torch.tensor(factors, dtype=torch.float64)
+        assert (kl_coef > 0) == ("grpo/kl" in sums) == ("grpo/kl" in metrics)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("importance", ["truncate", "mask"])
-def test_importance_correction_matches_a_loop_over_tokens(importance: Any, index: int) -> None:
+def test_importance_correction_matches_autograd(importance: Any, index: int) -> None:
     options: dict[str, Any] = {"importance": importance, "importance_cap": 1.3, "kl_coef": 0.2}
     objective = grpo(updates_per_step=2, **options)
-    parsed = GrpoOptions(name="grpo", **options)
-    assert parsed.importance_floor == (0.5 if importance == "mask" else None)
+    floor = GrpoOptions(name="grpo", **options).importance_floor
+    assert floor == (0.5 if importance == "mask" else None)
     batch = random_batch(7, spread=0.3)
     # Groups of one class have equal rewards, so their advantage is zero.
-    batch = Batch(**{**vars(batch), "facts": replace(batch.facts, rewards=batch.facts.labels)})
+    batch.facts = replace(batch.facts, rewards=batch.facts.labels)
     noise = torch.from_numpy(np.random.default_rng(1).normal(0, 0.6, len(batch.mask)))
+    batch.sampler = batch.logprobs + noise
     # At the first update its own log-probs are those of the step's start.
-    step_start = batch.logprobs if index == 0 else batch.reference
-    batch = Batch(**{**vars(batch), "sampler": batch.logprobs + noise, "step_start": step_start})
+    batch.step_start = batch.logprobs if index == 0 else batch.reference
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     gradient, loss = objective_gradient(objective, batch, prepared, cuts=5)
+
     logprobs = batch.logprobs.clone().requires_grad_(True)
-    plain, factors = plain_corrected_loss(
-        batch, logprobs, plain_advantages(batch.facts), parsed, step_start.clone()
-    )
-    plain.backward()
+    plain, metrics = flat_reference_loss(GRPO | options, batch, logprobs)
+    plain.backward()  # type: ignore[no-untyped-call]
     assert loss == pytest.approx(float(plain.detach()), rel=1e-10)
     np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-10, atol=1e-15)
     without = grpo(updates_per_step=2, kl_coef=0.2)
     assert not torch.allclose(objective_gradient(without, batch, prepared, cuts=5)[0], gradient)
-    metrics = objective.token_metrics(batch.record(), prepared)
-    sums = {name: float((values * batch.mask).sum()) for name, values in metrics.items()}
+
     # Over the tokens of samples with an advantage, whether the engine leaves the other samples out
     # or not.
-    has_advantage = torch.tensor(plain_advantages(batch.facts))[batch.sample_of_token] != 0
-    counted = batch.mask * has_advantage
-    num_tokens = float(counted.sum())
+    sums = token_metric_sums(objective, batch, prepared)
+    assert_metrics_equal(prepared.metrics | sums, metrics)
+    num_tokens = metrics["grpo/importance_mean"][1]
     assert 0 < num_tokens < float(batch.mask.sum())
-    assert prepared.denominators["grpo/importance_mean"] == num_tokens
-    assert sums["grpo/importance_mean"] == pytest.approx(
-        float((factors * counted).sum()) / num_tokens
-    )
-    ratio = torch.exp(step_start - batch.sampler)
-    cut = (ratio > 1.3) | ((ratio < 0.5) & (importance == "mask"))
-    assert sums["grpo/importance_cut_frac"] == pytest.approx(
-        float((cut * counted).sum()) / num_tokens
-    )
+    for name in ("grpo/importance_mean", "grpo/importance_cut_frac"):
+        assert prepared.denominators[name] == metrics[name][1] == num_tokens
     assert 0.1 < sums["grpo/importance_cut_frac"] < 0.9
 
 
@@ -210,7 +128,7 @@ def test_the_first_update_is_the_policy_gradient_with_and_without_stored_log_pro
     prepared = objective.prepare(None, batch.facts, objective.prepare_step(batch.facts))
     same = Batch(**{**vars(batch), "reference": batch.logprobs.clone()})
     gradient, _ = objective_gradient(objective, same, prepared, cuts=3)
-    advantage = torch.tensor(plain_advantages(batch.facts))[batch.sample_of_token]
+    advantage = torch.from_numpy(reference_advantages(GRPO, batch.facts))[batch.sample_of_token]
     lens = torch.from_numpy(batch.facts.response_lens)[batch.sample_of_token]
     expected = -advantage * batch.mask / (batch.facts.num_samples * lens)
     np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-16)
@@ -225,8 +143,8 @@ def test_advantages_come_from_the_whole_rollout_batch_and_survive_any_order() ->
     assert step == shuffled
     rows = order[: facts.num_samples // 2]
     minibatch = objective.prepare(None, facts.select(rows), step)
-    wanted = np.asarray(plain_advantages(facts))[rows]
-    np.testing.assert_allclose(minibatch.per_sample["advantage"], wanted, rtol=1e-12, atol=1e-13)
+    expected = reference_advantages(GRPO, facts)[rows]
+    np.testing.assert_allclose(minibatch.per_sample["advantage"], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_equal_rewards_give_exactly_no_gradient_unless_a_kl_term_remains() -> None:

@@ -23,12 +23,14 @@ from pacs_megatron.launch.certified import certificate_folder, certificate_line,
 from pacs_megatron.models import read_spec
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.shipped import run_file
-from pacs_megatron.workbench.certify import formulas, reference
+from pacs_megatron.workbench import certify as certify_package
+from pacs_megatron.workbench.certify import formulas
 from pacs_megatron.workbench.certify import run as certify_run
 from pacs_megatron.workbench.certify.certificate import Certificate
-from pacs_megatron.workbench.certify.compare import TOLERANCES, Comparison
+from pacs_megatron.workbench.certify.compare import TOLERANCES, Deviations
 from pacs_megatron.workbench.certify.run import certify, make_case
-from pacs_megatron.workbench.certify.shrink import write_samples
+from pacs_megatron.workbench.certify.samples import write_samples
+from pacs_megatron.workbench.plan.known_models import need_config
 from tests.support.imports import imports
 from tests.support.policies.certify_runs import write_run
 
@@ -37,19 +39,35 @@ SHIPPED = sorted(
 )
 
 
-def test_the_reference_imports_nothing_of_the_package_but_its_formulas() -> None:
-    own = "pacs_megatron.workbench.certify.formulas"
+CERTIFY = Path(str(certify_package.__file__)).parent
+REFERENCE = sorted(
+    path.relative_to(CERTIFY).with_suffix("").as_posix().replace("/", ".")
+    for path in [
+        CERTIFY / "expected.py",
+        *CERTIFY.glob("reference*.py"),
+        *CERTIFY.glob("formulas/*.py"),
+    ]
+)
+"""Modules of the independent reference"""
+
+
+def test_the_reference_imports_nothing_of_the_package_but_its_own_files() -> None:
+    own = {f"{certify_package.__name__}.{name.removesuffix('.__init__')}" for name in REFERENCE}
+    assert {name.rpartition(".")[2] for name in own} >= {"expected", "pacs", "policy_gradient"}
     external = set()
-    for module in (reference, formulas):
-        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-        found = {
-            name
-            for name, _, _ in imports(tree, module.__name__)
-            if not f"{name}.".startswith(f"{own}.")
-        }
-        external |= {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+    for name in REFERENCE:
+        path = (CERTIFY / name.replace(".", "/")).with_suffix(".py")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
-    assert external == {"numpy", "torch", "transformers"}
+        imported = {target for target, _, _ in imports(tree, f"{certify_package.__name__}.{name}")}
+        external |= {target for target in imported if not is_of(target, own)}
+    roots = {name.split(".")[0] for name in external} - set(sys.stdlib_module_names)
+    assert roots == {"numpy", "torch", "transformers"}
+
+
+def is_of(target: str, modules: set[str]) -> bool:
+    """Whether an import's target is one of these modules, or a name in one."""
+    return target in modules or target.rpartition(".")[0] in modules
 
 
 def test_on_a_cpu_a_case_leaves_out_and_lists_options_that_need_a_gpu(tmp_path: Path) -> None:
@@ -106,7 +124,7 @@ def test_on_gpus_a_case_has_sizes_that_fp8_supports_in_both_layouts(name: str, r
 
 
 def test_a_job_in_fp32_has_the_model_of_processes_on_this_host() -> None:
-    """The sizes for FP8 have larger heads, and rounding of fp32 above a certificate's tolerances."""
+    """The sizes for FP8 have larger heads, and so rounding of fp32 above the tolerances."""
     here, job = (
         make_case(load_config(run_file("quickstart"), ["parallel.tp=2"]), world)
         for world in (None, 2)
@@ -114,18 +132,18 @@ def test_a_job_in_fp32_has_the_model_of_processes_on_this_host() -> None:
     assert here.hf_config == job.hf_config
 
 
-def certificate(folder: Path, comparison: Comparison, **overrides: Any) -> tuple[Any, Certificate]:
+def certificate(folder: Path, deviations: Deviations, **overrides: Any) -> tuple[Any, Certificate]:
     loaded = load_config(write_run(folder, {"run": {"dir": str(folder / "runs")} | overrides}))
     case = make_case(loaded, None)
     return loaded, Certificate.of(
-        loaded, case, comparison, certificate_folder(loaded), seconds=1.0, on_gpu=False
+        loaded, case, deviations, certificate_folder(loaded), seconds=1.0, on_gpu=False
     )
 
 
-def compared(*, value: float = 1.0) -> Comparison:
-    comparison = Comparison(is_bf16=False)
-    comparison.check("gradient norm", "update 1", value, 1.0)
-    return comparison
+def compared(*, value: float = 1.0) -> Deviations:
+    deviations = Deviations(is_bf16=False)
+    deviations.check("gradient norm", "update 1", value, 1.0)
+    return deviations
 
 
 def test_train_reports_a_certificate_that_fits_and_rejects_others(tmp_path: Path) -> None:
@@ -150,9 +168,9 @@ def test_train_reports_a_certificate_that_fits_and_rejects_others(tmp_path: Path
 
 
 def test_a_red_certificate_names_the_first_deviation(tmp_path: Path) -> None:
-    comparison = compared(value=1.5)
-    comparison.check("learning rate", "update 1", 2.0, 1.0)
-    loaded, red = certificate(tmp_path, comparison)
+    deviations = compared(value=1.5)
+    deviations.check("learning rate", "update 1", 2.0, 1.0)
+    loaded, red = certificate(tmp_path, deviations)
     red.write()
     assert (
         not red.is_green
@@ -168,9 +186,9 @@ def test_a_red_certificate_names_the_first_deviation(tmp_path: Path) -> None:
 def test_a_number_that_is_none_or_of_another_shape_is_a_deviation(value: Any) -> None:
     for name in TOLERANCES:
         for found, expected in ((value, 0.0), (0.0, value)):
-            comparison = Comparison(is_bf16=True)
-            comparison.check(name, "update 1", found, expected)
-            assert comparison.first
+            deviations = Deviations(is_bf16=True)
+            deviations.check(name, "update 1", found, expected)
+            assert deviations.first
 
 
 @pytest.mark.parametrize("bound", [None, 1e9])
@@ -208,37 +226,52 @@ def test_the_digest_covers_what_is_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_run_has_a_tiny_case(tmp_path: Path, name: str) -> None:
+def test_every_shipped_run_has_a_tiny_case(name: str) -> None:
     loaded = load_config(run_file(name))
+    parallel = loaded.config.parallel
     case = make_case(loaded, None)
     first, second = case.layouts
-    assert max(first.world_size, second.world_size) <= 8 and first != second
-    assert (first.tp, first.pp, first.cp, first.ep) == tuple(
-        getattr(loaded.config.parallel, axis) for axis in ("tp", "pp", "cp", "ep")
+    assert max(first.world_size, second.world_size) <= 8
+    assert first != second
+    assert (first.tp, first.pp, first.cp, first.ep) == (
+        parallel.tp,
+        parallel.pp,
+        parallel.cp,
+        parallel.ep,
     )
+
     spec = read_spec(case.hf_config)
     for layout in case.layouts:
         assert spec.num_heads % layout.tp == 0 == spec.num_kv_heads % layout.tp
         assert spec.num_layers % (layout.pp * (layout.vpp or 1)) == 0
         assert layout.world_size % layout.model_parallel_size == 0
-    assert (
-        spec.num_heads // max(first.tp, second.tp) % 2
-        and spec.vocab_size % 2
-        and spec.tied == read_spec(case.hf_config).tied
-    )
+    assert spec.num_heads // max(first.tp, second.tp) % 2 == 1
+    assert spec.vocab_size % 2 == 1
+    user_model = need_config(loaded.config.model.path, loaded.where("model.path"))
+    assert spec.tied == read_spec(user_model).tied
     if loaded.config.precision.dtype == "bf16":
         assert "precision.dtype: fp32 for bf16" in case.changes
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_samples_have_uneven_groups_and_groups_of_one_class(tmp_path: Path, name: str) -> None:
+    loaded = load_config(run_file(name))
+    case = make_case(loaded, None)
     write_samples(case, tmp_path, 0)
     steps = np.load(tmp_path / "steps.npz")
-    sizes = [np.bincount(steps[f"{step}.groups"]).tolist() for step in range(1, case.steps + 1)]
-    one_class = [
-        len(set(steps[f"{step}.labels"][steps[f"{step}.groups"] == group])) == 1
-        for step in range(1, case.steps + 1)
-        for group in range(len(sizes[step - 1]))
-    ]
-    assert any(one_class)
+    sizes: set[int] = set()
+    is_one_class = []
+    for step in range(1, case.steps + 1):
+        groups = steps[f"{step}.groups"]
+        labels = steps[f"{step}.labels"]
+        sizes.update(np.bincount(groups).tolist())
+        for group in np.unique(groups):
+            is_one_class.append(len(np.unique(labels[groups == group])) == 1)
+
+    assert any(is_one_class)
     if loaded.config.rollout.is_sampled:
-        assert len({size for step in sizes for size in step}) > 1 and not all(one_class)
+        assert len(sizes) > 1
+        assert not all(is_one_class)
 
 
 def test_a_layout_that_does_not_fit_its_model_is_rejected(tmp_path: Path) -> None:

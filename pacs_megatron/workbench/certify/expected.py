@@ -1,0 +1,86 @@
+"""What an update must report beside its loss: forward passes, skipped samples, metrics of tokens.
+
+Written from docs/objective.md and docs/metrics.md. It imports nothing of pacs_megatron but
+`formulas.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pacs_megatron.workbench.certify.formulas import (
+    OBJECTIVES,
+    Batch,
+    Metrics,
+    Options,
+    PerSample,
+    policy_gradient,
+    token_advantages,
+)
+
+
+def passes(o: Options, index: int) -> Metrics:
+    """The forward-only log-prob passes of update `index` of a step (docs/objective.md)."""
+    if o["name"] == "pacs":
+        needs_start = o["reference"] == "step_start" or o["importance_cap"] is not None
+        needs_frozen = o["reference"] == "frozen"
+    else:
+        needs_start = o["name"] != "sft"
+        needs_frozen = o.get("kl_coef", 0.0) > 0
+
+    # The first update's own forward gives the log-probs of the step's start, unless its rewards
+    # need them before.
+    is_due = index > 0 or o.get("kl_in") == "reward"
+    return {
+        "passes/step_start": (float(needs_start and is_due), 1.0),
+        "passes/reference": (float(needs_frozen), 1.0),
+    }
+
+
+def skips_zero_gradient(o: Options) -> bool:
+    """Whether a step's first update leaves samples out whose gradient is exactly 0
+    (docs/metrics.md).
+    """
+    if o["name"] == "pacs":
+        return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
+    needs_all = o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0
+    return not needs_all and o.get("importance_level") != "sequence"
+
+
+def has_no_gradient(batch: Batch, derivatives: PerSample) -> list[bool]:
+    """Whether each sample's gradient is 0 by its group.
+
+    A sample whose tokens are all masked (`importance: mask`) has an advantage, so it counts as one
+    with a gradient.
+
+    Args:
+        derivatives: of the loss by each log-prob.
+    """
+    if OBJECTIVES[batch.options["name"]] is policy_gradient:
+        return [not bool(advantage.any()) for advantage in token_advantages(batch)]
+    sizes = [float(derivative.abs().max()) for derivative in derivatives]
+    return [size <= 1e-12 * max(sizes) for size in sizes]
+
+
+def token_metrics(
+    logprobs: Tensor, entropies: Tensor, sampler_logprobs: Tensor, case: Mapping[str, Any]
+) -> Metrics:
+    """policy/* and mismatch/* over the tokens of an update's forward pass (docs/metrics.md).
+
+    Args:
+        logprobs: [t], nats.
+        entropies: [t], nats.
+        sampler_logprobs: [t], nats.
+        case: the content of case.json.
+    """
+    values = {"policy/entropy": entropies.mean(), "policy/logprob_mean": logprobs.mean()}
+    if case["is_sampled"]:
+        q = logprobs - sampler_logprobs
+        values["mismatch/logprob_abs_mean"] = q.abs().mean()
+        values["mismatch/logprob_abs_max"] = q.abs().max()
+        values["mismatch/ratio"] = q.mean().exp()
+        values["mismatch/kl"] = (q.exp() - 1 - q).mean()
+        values["mismatch/over_frac"] = (q.abs() > case["mismatch_threshold"]).double().mean()
+    num_tokens = float(len(logprobs))
+    return {name: (float(value), num_tokens) for name, value in values.items()}

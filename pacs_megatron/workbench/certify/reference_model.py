@@ -1,0 +1,177 @@
+"""The models of `certify`'s reference: transformers in float64, one sample a forward.
+
+It imports nothing of pacs_megatron.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CRITIC = "critic"
+"""Name of the critic's folder, beside the policy's folder"""
+
+Routes = list[Tensor | None]
+"""The experts of each layer with experts, int64 [tokens, top k]; None: the router selects them"""
+
+
+class Model:
+    """A transformers model in float64: a policy, or a critic if its folder has that name.
+
+    `named` gives parameters and their moments the names of a checkpoint.
+    """
+
+    def __init__(self, folder: Path, temperature: float) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+        kind = AutoModelForTokenClassification if folder.name == CRITIC else AutoModelForCausalLM
+        self.model = kind.from_pretrained(
+            folder,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
+        self.routers: list[_Router] = []
+        for module in self.model.modules():
+            if hasattr(module, "variance_epsilon"):
+                _compute_norm_in_float64(module)
+            if hasattr(module, "norm_topk_prob"):
+                self.routers.append(_Router(module))
+        self.temperature = temperature
+        self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+
+    def sample(self, ids: np.ndarray, prompt_len: int, routes: Routes) -> tuple[Tensor, Tensor]:
+        """The policy's log-probs and entropies of one sample's response, with graph.
+
+        Args:
+            ids: int32 [prompt + response].
+            prompt_len: tokens of the prompt.
+            routes: of each layer with experts.
+
+        Returns:
+            [response] each, nats.
+        """
+        logits = self._logits(ids, prompt_len, routes)
+        distribution = torch.log_softmax(logits / self.temperature, dim=-1)
+        tokens = torch.from_numpy(ids[prompt_len:].astype(np.int64))
+        logprobs = distribution.gather(1, tokens[:, None])[:, 0]
+        entropies = -(distribution.exp() * distribution).sum(-1)
+        return logprobs, entropies
+
+    def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:
+        """A critic's values before each token of one sample's response, [response], with graph.
+
+        Its own router selects experts.
+        """
+        routes: Routes = [None] * len(self.routers)
+        return self._logits(ids, prompt_len, routes)[:, 0]
+
+    def chosen_routes(self) -> Routes:
+        """The experts of the last forward pass."""
+        return [router.chosen for router in self.routers]
+
+    def _logits(self, ids: np.ndarray, prompt_len: int, routes: Routes) -> Tensor:
+        """The output at the token before each response token, [response, outputs]."""
+        for router, chosen in zip(self.routers, routes, strict=True):
+            router.chosen = chosen
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logits: Tensor = self.model(tokens[None], use_cache=False).logits
+        return logits[0, prompt_len - 1 : -1]
+
+    def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Parameters, or their moments, as arrays under the names of a checkpoint.
+
+        transformers stacks the experts of a layer; a checkpoint has one tensor for each projection
+        of each expert.
+        """
+        arrays: dict[str, Any] = {}
+        for key, value in values.items():
+            array = value.detach().numpy()
+            base, _, projection = key.rpartition(".experts.")
+            if not base:
+                arrays[key] = array
+                continue
+            for number, expert in enumerate(array):
+                for name, part in _projections(projection, expert).items():
+                    arrays[f"{base}.experts.{number}.{name}.weight"] = part
+        return arrays
+
+    def copy(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _projections(name: str, expert: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of one expert; transformers stacks gate and up."""
+    if name == "down_proj":
+        return {"down_proj": expert}
+    gate, up = np.split(expert, 2)
+    return {"gate_proj": gate, "up_proj": up}
+
+
+def _compute_norm_in_float64(module: Any) -> None:
+    """Replaces the forward of a transformers norm, which computes in float32."""
+    module.forward = partial(
+        torch.nn.functional.rms_norm,
+        normalized_shape=module.weight.shape,
+        weight=module.weight,
+        eps=module.variance_epsilon,
+    )
+
+
+class _Router:
+    """The router of a Qwen3 layer with experts, in float64."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.chosen: Tensor | None = None
+        """int64 [tokens, top k], the experts to use; None: the most likely ones, which a forward
+        pass puts here"""
+        module.forward = self
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x.reshape(-1, x.shape[-1]) @ self.module.weight.T
+        probabilities = logits.softmax(-1)
+        if self.chosen is None:
+            self.chosen = probabilities.topk(self.module.top_k).indices
+
+        weights = probabilities.gather(1, self.chosen)
+        if self.module.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, self.chosen
+
+
+def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
+    """Writes random weights for the config.json in `folder`, and the critic's beside it; their
+    range is wide enough to show errors.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    torch.manual_seed(seed)
+    # save_pretrained writes a config.json of its own.
+    config_text = (folder / "config.json").read_text()
+    policy_config = AutoConfig.from_pretrained(folder)
+    _write_random(AutoModelForCausalLM, policy_config, folder)
+    if with_critic:
+        critic_config = AutoConfig.from_pretrained(folder, num_labels=1)
+        _write_random(AutoModelForTokenClassification, critic_config, folder.with_name(CRITIC))
+    (folder / "config.json").write_text(config_text)
+
+
+def _write_random(kind: Any, config: Any, folder: Path) -> None:
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.12)
+    model.save_pretrained(folder)

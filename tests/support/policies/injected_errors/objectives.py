@@ -1,0 +1,199 @@
+"""Errors in objectives: scores, weights, losses, advantages, clips, means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.policies.injected_errors.injection import (
+    GRPO,
+    OBJECTIVES,
+    POLICY,
+    InjectedError,
+)
+
+SCORES = f"{OBJECTIVES}.shared.scores"
+GRADIENT = f"{OBJECTIVES}.shared.policy_gradient"
+
+
+def _one(original: Any, table: Any) -> Any:
+    return torch.ones_like(original(table))
+
+
+def _of_four_samples(original: Any, table: Any) -> Any:
+    """G of the configuration instead of the group's."""
+    return torch.full_like(original(table), 4 / 3)
+
+
+def _squared(original: Any, *args: Any) -> Any:
+    return original(*args) ** 2
+
+
+def _of_the_minibatch(_original: Any, labels: Any, _table: Any, _weighting: Any) -> Any:
+    positives = labels.sum()
+    class_size = torch.where(labels == 1.0, positives, len(labels) - positives)
+    return len(labels) / (2.0 * class_size)
+
+
+def _half_in_one_class(original: Any, labels: Any, table: Any, weighting: Any) -> Any:
+    weights = original(labels, table, weighting)
+    positives = table.total(labels)[table.group_of_sample]
+    sizes = table.sizes[table.group_of_sample]
+    is_one_class = (positives == 0) | (positives == sizes)
+    return torch.where(is_one_class, 0.5 * weights, weights)
+
+
+def _low_slope_of_wrong_responses(original: Any, psi: Any, labels: Any) -> Any:
+    loss, slope = original(psi, labels)
+    return loss, torch.where(labels == 0.0, 0.98 * slope, slope)
+
+
+def _low_scores(original: Any, self: Any, tokens: Any) -> Any:
+    """Only the scores have the wrong scale; the derivative keeps its beta."""
+    return 0.99 * original(self, tokens)
+
+
+def _short_means(original: Any, self: Any, values: Any) -> Any:
+    """One token less in the divisor."""
+    lens = self.all_response_lens[self.row_index].double()
+    return original(self, values) * lens / (lens - 1).clamp(min=1)
+
+
+def _biased_std(_original: Any, self: Any, centred: Any) -> Any:
+    return torch.sqrt(self.total(centred * centred) / self.sizes)
+
+
+def _without_lengths(_original: Any, lens: Any, *_args: Any) -> Any:
+    return np.full(len(lens), 1.0 / (len(lens) * 7))
+
+
+def _other_direction(original: Any, self: Any, log_ratio: Any) -> Any:
+    return original(self, -log_ratio)
+
+
+def _without_gradient(original: Any, self: Any, tokens: Any) -> Any:
+    return original(self, tokens).detach()
+
+
+def _entropy_without_gradient(
+    original: Any, batch: Any, logprobs: Any, entropy: Any, **options: Any
+) -> Any:
+    return original(batch, logprobs, None if entropy is None else entropy.detach(), **options)
+
+
+def _without_cap(_original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
+    return self._sampler_ratio(tokens, prepared)
+
+
+def _never_clipped_from_below(original: Any, self: Any, options: Any) -> Any:
+    return original(self, options.model_copy(update={"clip_low": 0.99}))
+
+
+def _never_clipped_from_above(original: Any, self: Any, options: Any) -> Any:
+    return original(self, options.model_copy(update={"clip_high": 10.0}))
+
+
+def _sampler_for_start(_original: Any, _self: Any, tokens: Any) -> Any:
+    return tokens.sampler_logprobs
+
+
+def _lambda_1(original: Any, rewards: Any, values: Any, gamma: float, _lam: float) -> Any:
+    return original(rewards, values, gamma, 1.0)
+
+
+def _gamma_1(original: Any, rewards: Any, values: Any, _gamma: float, lam: float) -> Any:
+    return original(rewards, values, 1.0, lam)
+
+
+def _not_clipped(_original: Any, _self: Any, tokens: Any) -> Any:
+    return tokens.logprobs
+
+
+def _wrong_denominator(original: Any, *args: Any) -> Any:
+    metrics, denominators = original(*args)
+    return metrics, denominators | {"policy/entropy": denominators["policy/entropy"] + 1.0}
+
+
+OBJECTIVE_ERRORS: dict[str, InjectedError] = {
+    "score without G/(G-1)": InjectedError(target=f"{SCORES}._leave_one_out", change=_one),
+    "group size of the configuration in the leave-one-out score": InjectedError(
+        target=f"{SCORES}._leave_one_out", change=_of_four_samples
+    ),
+    "beta of the scores 1 % low": InjectedError(
+        target=f"{OBJECTIVES}.pacs.Pacs.token_scores", change=_low_scores
+    ),
+    "class weights squared": InjectedError(
+        target=f"{OBJECTIVES}.pacs.class_weights", change=_squared
+    ),
+    "class weights of the mini-batch instead of the group": InjectedError(
+        target=f"{OBJECTIVES}.pacs.class_weights", change=_of_the_minibatch
+    ),
+    "a group of one class has half of its weight": InjectedError(
+        target=f"{OBJECTIVES}.pacs.class_weights",
+        change=_half_in_one_class,
+        changes={"objective": {"name": "pacs", "reference": "frozen"}},
+    ),
+    "slope of wrong responses 2 % low": InjectedError(
+        target=f"{OBJECTIVES}.pacs.sample_loss", change=_low_slope_of_wrong_responses
+    ),
+    "the ratio to the sampler divides by one token less": InjectedError(
+        target=f"{POLICY}.microbatch.MicroBatch.means",
+        change=_short_means,
+        changes={"objective": {"name": "pacs", "importance_cap": 2.0}},
+    ),
+    "biased standard deviation": InjectedError(
+        target=f"{OBJECTIVES}.shared.sample_table.SampleTable.std",
+        change=_biased_std,
+        changes=GRPO,
+    ),
+    "sequence mean without lengths": InjectedError(
+        target=f"{GRADIENT}.mean_weights", change=_without_lengths, changes=GRPO
+    ),
+    "KL of the other direction": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient._estimate_kl", change=_other_direction, changes=GRPO
+    ),
+    "the KL has no gradient": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient._kl", change=_without_gradient, changes=GRPO
+    ),
+    "the entropy has no gradient": InjectedError(
+        target=f"{POLICY}.microbatch.build_record",
+        change=_entropy_without_gradient,
+        changes={"objective": {"name": "grpo", "entropy_coef": 0.01}},
+    ),
+    "importance without its cap": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient._importance", change=_without_cap, changes=GRPO
+    ),
+    "ratio never clipped from below": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient.__init__",
+        change=_never_clipped_from_below,
+        changes=GRPO,
+    ),
+    "no upper limit of a ratio with negative advantage": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient.__init__",
+        change=_never_clipped_from_above,
+        changes=GRPO,
+    ),
+    "ratio against the sampler": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient._step_start", change=_sampler_for_start, changes=GRPO
+    ),
+    "lambda of GAE is 1": InjectedError(
+        target=f"{OBJECTIVES}.ppo.gae",
+        change=_lambda_1,
+        changes={"objective": {"name": "ppo", "lam": 0.9}},
+    ),
+    "gamma is 1 in the last step of GAE": InjectedError(
+        target=f"{OBJECTIVES}.ppo.gae",
+        change=_gamma_1,
+        changes={"objective": {"name": "ppo", "gamma": 0.9}},
+    ),
+    "values are never clipped": InjectedError(
+        target=f"{OBJECTIVES}.ppo.ValueLoss._clipped",
+        change=_not_clipped,
+        changes={"objective": {"name": "ppo", "value_clip": 0.05}},
+    ),
+    "one metric divides by the wrong count": InjectedError(
+        target=f"{POLICY}.engine.MegatronPolicy._metrics", change=_wrong_denominator
+    ),
+}
