@@ -16,9 +16,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.extensions import transformer_engine as te_extension
-
-# The CPU redirects patch this module, so it must be imported.
-from megatron.core.models.common.embeddings import rope_utils  # noqa: F401
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
