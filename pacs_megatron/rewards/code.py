@@ -40,7 +40,18 @@ class Code:
         self._options = options
 
     def __call__(self, prompt: Prompt, response: str) -> Judgement:
-        """Raises RewardError if the tests are malformed or the sandbox does not start."""
+        """Runs the program of a response until the first failed test.
+
+        Args:
+            prompt: its answer has the tests.
+            response: the program is its last fenced block.
+
+        Returns:
+            1.0 or 0.0. Details: `passed` and `tests`, counts, and `reason` of a failure.
+
+        Raises:
+            RewardError: if the tests are malformed or the sandbox does not start.
+        """
         tests = read_tests(prompt)
         num_tests = len(tests.inputs)
         program = last_block(response)
@@ -131,6 +142,7 @@ def _failure(result: dict[str, Any], expected: Any, *, is_call: bool) -> str | N
 
 
 def _is_right(output: Any, expected: Any, is_call: bool) -> bool:
+    """Whether the output is one of the allowed results of a call, or the expected text."""
     if not isinstance(output, str):
         return False
     if is_call:

@@ -20,12 +20,11 @@ _MAX_DETAILS = 1 << 20
 
 @runtime_checkable
 class BatchRewardFn(Protocol):
-    """A reward that judges several samples in one call, with the results of `judge_all`.
+    """A reward that judges several samples in one call."""
 
-    A RewardError fails all.
-    """
-
-    def judge_batch(self, inputs: Sequence[JudgeInput]) -> list[dict[str, Any]]: ...
+    def judge_batch(self, inputs: Sequence[JudgeInput]) -> list[dict[str, Any]]:
+        """The results of `judge_all`. A RewardError fails all samples."""
+        ...
 
 
 def build_reward(options: AnyReward) -> RewardFn | BatchRewardFn:
@@ -46,6 +45,10 @@ def judge_all(
     reward: RewardFn | BatchRewardFn, inputs: Sequence[JudgeInput]
 ) -> list[dict[str, Any]]:
     """Judges several samples.
+
+    Args:
+        reward: of `build_reward`.
+        inputs: prompt and response of each sample.
 
     Returns:
         By sample: `{"reward": float}`, with the verifier's `details` if any, or `{"failure":
@@ -88,6 +91,7 @@ def _component(options: RewardComponent) -> tuple[str, float, RewardFn | BatchRe
 
 
 def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
+    """The result of one sample, in the form of `judge_all`."""
     try:
         judged = reward(prompt, response)
         if not isinstance(judged, Judgement):
@@ -106,6 +110,7 @@ def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
+    """The result of a sample whose verifier raised `error`."""
     if isinstance(error, MemoryError):
         return {"failure": "the verifier ran out of memory (reward.memory_limit_gib)"}
     if isinstance(error, RewardError):

@@ -67,7 +67,17 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _run(job: dict[str, Any], names: dict[str, Any], test: Any, frames: int) -> dict[str, Any]:
-    """Runs one test in a fork; returns `{"output": text}`, or `{"error": reason}`."""
+    """Runs one test in a fork.
+
+    Args:
+        job: the fields of `sandbox.Program`, `seconds`, `memory_bytes`, `uid` and `isolated`.
+        names: what the program finds imported.
+        test: standard input, or with `function` its arguments.
+        frames: the descriptor of the results, which the program must not have.
+
+    Returns:
+        `{"output": text}`, or `{"error": reason}`.
+    """
     source, target = os.pipe()
     deadline = time.monotonic() + job["seconds"]
     pid = os.fork()
@@ -189,6 +199,7 @@ def _open_streams() -> None:
 
 
 def _limit(job: dict[str, Any]) -> None:
+    """Limits CPU, memory, files and processes of the fork."""
     limits = {
         resource.RLIMIT_CPU: int(job["seconds"]) + 1,
         resource.RLIMIT_AS: job["memory_bytes"],

@@ -18,7 +18,10 @@ from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, s
 class StepRollouts:
     """The samples of a step or an evaluation, from dispatch to training.
 
-    The owner's lock guards changes.
+    A sample is missing until it arrives (`sampled`), then waits for its verdict (`judged`). A group
+    is whole when all of its samples are judged.
+
+    Concurrency: the owner's lock guards changes.
     """
 
     step: int
@@ -55,7 +58,12 @@ class StepRollouts:
             self._ids_of[item.prompt_id].append(item.id)
 
     def extend(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> None:
-        """Adds a round of prompts; `start` then requests their samples."""
+        """Adds a round of prompts; `RolloutBuffer.start` then requests their samples.
+
+        Args:
+            prompts: not yet in the step.
+            requests: those of `prompts`.
+        """
         self.prompts = (*self.prompts, *prompts)
         self.requests = (*self.requests, *requests)
         self.refills = self.refills + 1
