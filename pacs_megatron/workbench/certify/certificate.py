@@ -139,7 +139,7 @@ def _quantity(quantity: Quantity) -> dict[str, Any]:
 def _not_certified(
     config: RunConfig, compared: RunConfig, precision: str, *, on_gpu: bool
 ) -> list[str]:
-    """What the certificate does not cover.
+    """Lines about everything that the certificate does not cover.
 
     Args:
         config: of the run.

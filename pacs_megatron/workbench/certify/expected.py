@@ -1,7 +1,7 @@
-"""What an update must report beside its loss: forward passes, skipped samples, metrics of tokens.
+"""The expected report of an update: forward passes, skipped samples, metrics of tokens.
 
 Written from docs/objective.md and docs/metrics.md. It imports nothing of pacs_megatron but
-`formulas.py`.
+`formulas/`.
 """
 
 from collections.abc import Mapping

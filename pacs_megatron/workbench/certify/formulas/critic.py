@@ -94,7 +94,7 @@ def value_loss(
 
 
 def divisor(o: Options, values: PerSample, value: Tensor) -> float:
-    """What divides the summed token losses of the sample with `value`."""
+    """The divisor of the summed token losses of the sample with `value`."""
     n = len(values)
     match o["loss_mean"]:
         case "sequence":

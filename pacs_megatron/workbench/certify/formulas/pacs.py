@@ -86,7 +86,7 @@ def group_scores(r: Tensor, score: str, std_floor: float | None) -> Tensor:
 
 def floored_std(r: Tensor, floor: float) -> Tensor:
     """max(unbiased standard deviation, floor), a constant where the floor applies."""
-    # Equal numbers have a deviation of exactly 0, whatever their mean's rounding; its derivative
+    # Equal numbers have a deviation of exactly 0, also where their mean is rounded. Its derivative
     # would be NaN.
     is_equal = bool((r == r[0]).all())
     if is_equal or float(r.detach().std()) <= floor:

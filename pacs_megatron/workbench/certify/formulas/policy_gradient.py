@@ -55,7 +55,7 @@ def sample_advantages(batch: Batch) -> Tensor:
     rewards = penalised_rewards(batch)
     advantages = torch.zeros_like(rewards)
     for rows in batch.groups:
-        # Equal rewards have an advantage of exactly 0, whatever their mean's rounding.
+        # Equal rewards have an advantage of exactly 0, also where their mean is rounded.
         is_equal = bool((rewards[rows] == rewards[rows[0]]).all())
         if not is_equal:
             advantages[rows] = group_advantages(rewards[rows], batch.options["name"])
@@ -250,7 +250,7 @@ def kl_estimate(estimator: str, logprob: Tensor, reference: Tensor) -> Tensor:
 
 
 def divisor(batch: Batch, row: int, advantages: PerSample) -> float:
-    """1 / u_i: what divides the summed token losses of sample `row`."""
+    """1 / u_i, the divisor of the summed token losses of sample `row`."""
     n = batch.size
     length = batch.lens[row]
     match loss_mean(batch.options):
