@@ -43,75 +43,94 @@ class TensorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        returns = func._schema.returns
-        if not any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-            self.total += sum(x.numel() * x.element_size() for x in tensors)
+        if not _returns_a_view(func):
+            for leaf in tree_leaves((args, kwargs, out)):
+                if isinstance(leaf, torch.Tensor):
+                    self.total += leaf.numel() * leaf.element_size()
         return out
+
+
+def _returns_a_view(func: Any) -> bool:
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def loss_of(case: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """One forward pass: the sum of coefficients times log-probs."""
-    hidden, weight, targets, coefficient = (
-        inputs[name] for name in ("hidden", "weight", "targets", "coefficient")
-    )
+    hidden = inputs["hidden"]
+    weight = inputs["weight"]
+    targets = inputs["targets"]
+    coefficient = inputs["coefficient"]
     if case == "plain":
-        logprobs = F.log_softmax(F.linear(hidden, weight).float(), -1).gather(1, targets[:, None])[
-            :, 0
-        ]
-    else:
-        logprobs, _ = head.token_logprobs(
-            hidden.float() if case == "fp32" else hidden,
-            weight,
-            targets,
-            vocab_size=weight.shape[0],
-            group=dist.group.WORLD,
-            loss_gradient=None
-            if case == "backward"
-            else lambda rows, *_: (coefficient[rows], None),
-        )
+        logits = F.linear(hidden, weight).float()
+        logprobs = F.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+        return (logprobs * coefficient).sum()
+
+    def loss_gradient(rows: slice, *_: Any) -> tuple[torch.Tensor, None]:
+        return coefficient[rows], None
+
+    logprobs, _ = head.token_logprobs(
+        hidden.float() if case == "fp32" else hidden,
+        weight,
+        targets,
+        vocab_size=weight.shape[0],
+        group=dist.group.WORLD,
+        loss_gradient=None if case == "backward" else loss_gradient,
+    )
     return (logprobs * coefficient).sum()
 
 
 def _inputs(sizes: tuple[int, int, int], port: int) -> dict[str, torch.Tensor]:
-    """Of the one rank of this process."""
+    """The tensors of one case, and the process group of this process's one rank.
+
+    Args:
+        sizes: tokens, hidden size, vocabulary.
+        port: of the rendezvous.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     torch.set_num_threads(1)
     tokens, hidden_size, vocab = sizes
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(tokens, hidden_size, device=device)
+    weight = torch.randn(vocab, hidden_size, device=device) / hidden_size**0.5
     return {
-        "hidden": torch.randn(tokens, hidden_size, device=device).to(dtype).requires_grad_(True),
-        "weight": (torch.randn(vocab, hidden_size, device=device) / hidden_size**0.5)
-        .to(dtype)
-        .requires_grad_(True),
+        "hidden": hidden.to(dtype).requires_grad_(True),
+        "weight": weight.to(dtype).requires_grad_(True),
         "targets": torch.randint(vocab, (tokens,), device=device),
         "coefficient": torch.randn(tokens, device=device),
     }
 
 
 def _once(case: str, inputs: dict[str, torch.Tensor]) -> None:
+    """Forward and backward pass."""
     loss_of(case, inputs).backward()  # type: ignore[no-untyped-call]
-    inputs["hidden"].grad = inputs["weight"].grad = None
+    inputs["hidden"].grad = None
+    inputs["weight"].grad = None
 
 
 def measure(case: str, sizes: tuple[int, int, int], port: int, results: Any) -> None:
     """Puts (peak bytes above the inputs, tensor bytes) of one case."""
     inputs = _inputs(sizes, port)
-    is_cuda = inputs["hidden"].is_cuda
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if is_cuda:
+    if inputs["hidden"].is_cuda:
         _once(case, inputs)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    _once(case, inputs)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if is_cuda:
+        _once(case, inputs)
         peak = torch.cuda.max_memory_allocated()
+    else:
+        before = _peak_resident_bytes()
+        _once(case, inputs)
+        peak = _peak_resident_bytes()
+
     with TensorBytes() as counter:
         _once(case, inputs)
     results.put((peak - before, counter.total))
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def paired(sizes: tuple[int, int, int], port: int, rounds: int, results: Any) -> None:
@@ -120,11 +139,13 @@ def paired(sizes: tuple[int, int, int], port: int, rounds: int, results: Any) ->
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     for _ in range(rounds + 1):
         for case in CASES:
-            seconds[case].append(_timed(partial(_once, case, inputs), inputs["hidden"].device))
-    results.put({case: found[1:] for case, found in seconds.items()})
+            call = partial(_once, case, inputs)
+            seconds[case].append(_timed(call, inputs["hidden"].device))
+    results.put({case: rounds_s[1:] for case, rounds_s in seconds.items()})
 
 
 def _timed(call: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a call."""
     # On the CPU, of this process: other processes of a busy host do not count.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     start = clock()
@@ -135,6 +156,7 @@ def _timed(call: Callable[[], None], device: torch.device) -> float:
 
 
 def _in_process(target: Callable[..., None], *args: Any) -> Any:
+    """Runs `target` in a new process; returns what it puts into the queue, its last argument."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=target, args=(*args, results))
@@ -164,17 +186,21 @@ def main() -> None:
         f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, torch "
         f"{torch.__version__}"
     )
-    print(f"load of the host before: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
+    print(f"load of the host before: {_load()}")
     seconds = _in_process(paired, sizes, 29517, args.repeats)
-    print(f"load of the host after: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
-    moved = {
-        case: _in_process(measure, case, sizes, 29518 + number) for number, case in enumerate(CASES)
-    }
+    print(f"load of the host after: {_load()}")
+    peak_and_bytes = {}
+    for number, case in enumerate(CASES):
+        peak_and_bytes[case] = _in_process(measure, case, sizes, 29518 + number)
+
     print("case        seconds  ratio (lowest, highest)   peak GiB  ratio  tensor GB  ratio")
     for case in CASES:
-        ratios = [own / plain for own, plain in zip(seconds[case], seconds["plain"], strict=True)]
-        (peak, total) = moved[case]
-        (plain_peak, plain_total) = moved["plain"]
+        ratios = [
+            case_s / plain_s
+            for case_s, plain_s in zip(seconds[case], seconds["plain"], strict=True)
+        ]
+        peak, total = peak_and_bytes[case]
+        plain_peak, plain_total = peak_and_bytes["plain"]
         print(
             f"{case:<9} {statistics.median(seconds[case]):9.3f} {statistics.median(ratios):6.2f} "
             f"({min(ratios):.2f}, {max(ratios):.2f})      {peak / 2**30:10.2f} "
@@ -183,11 +209,12 @@ def main() -> None:
             flush=True,
         )
     if args.out is not None:
-        args.out.write_text(
-            json.dumps(
-                {"sizes": sizes, "seconds": seconds, "peak_and_tensor_bytes": moved}, indent=1
-            )
-        )
+        figures = {"sizes": sizes, "seconds": seconds, "peak_and_tensor_bytes": peak_and_bytes}
+        args.out.write_text(json.dumps(figures, indent=1))
+
+
+def _load() -> str:
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SOURCES = (ROOT / "pacs_megatron", ROOT, TESTS)
 SUFFIXES = (".py", ".sbatch", ".yaml")
 
 
-def test_files() -> list[Path]:
+def all_test_files() -> list[Path]:
     return sorted(TESTS.rglob("test_*.py"))
 
 
@@ -51,12 +51,14 @@ def test_each_test_file_is_beside_its_module(tier: str) -> None:
 
 def test_there_is_no_other_tier() -> None:
     known = {*TIERS, *NOT_MIRRORED}
-    others = [str(path) for path in test_files() if path.relative_to(TESTS).parts[0] not in known]
+    others = [
+        str(path) for path in all_test_files() if path.relative_to(TESTS).parts[0] not in known
+    ]
     assert not others
 
 
 def test_no_test_imports_from_a_test_file() -> None:
-    """What two test files share is in tests/support, where a reader looks for it."""
+    """Code that two test files share is in tests/support, where a reader looks for it."""
     wrong = []
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -96,7 +96,7 @@ class Slurm:
             (self.folder / name).mkdir(parents=True)
         os.chmod(self.folder / "munge", 0o755)  # noqa: S103  munged wants its socket's folder open
         (self.folder / "munge" / "key").write_bytes(os.urandom(128))
-        os.chmod(self.folder / "munge" / "key", 0o400)  # noqa: S103  munged wants its socket's folder open
+        os.chmod(self.folder / "munge" / "key", 0o400)  # munged wants an open folder of its socket
         (self.folder / "slurm.conf").write_text(
             _conf(self.folder, 100 * _CLAIMS.index(self.claim.getsockname()[1]) + 1)
         )

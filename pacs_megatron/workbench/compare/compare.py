@@ -80,7 +80,8 @@ class RunComparison:
     def sentences(self) -> list[str]:
         """One sentence for each pair of methods: which is better, and whether it is significant."""
         sentences = []
-        ends = {run.rows[-1]["step"] for method in self.methods for run in method.runs}
+        runs = itertools.chain.from_iterable(method.runs for method in self.methods)
+        ends = {run.rows[-1]["step"] for run in runs}
         if len(ends) > 1:
             sentences.append(
                 f"The runs end at different steps ({min(ends)} to {max(ends)}); a score is a "
@@ -149,7 +150,7 @@ def _common_tasks(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
     """The metrics that are the scores: pass@1 of the common benchmarks, else the reward."""
     benchmarks_of_runs = []
     for run in runs:
-        keys = {key for row in (*run.rows, run.results) for key in row}
+        keys = set().union(*run.rows, run.results)
         benchmarks_of_runs.append({key for key in keys if key.endswith("/pass@1")})
     common = sorted(set.intersection(*benchmarks_of_runs)) or [_REWARD]
 
@@ -182,7 +183,7 @@ def _by_method(runs: Sequence[Run]) -> list[list[Run]]:
 
 def _differences(methods: Sequence[Sequence[Run]]) -> dict[str, list[Any]]:
     """Differing key -> value of each method."""
-    keys = sorted({key for runs in methods for key in _identity(runs[0])})
+    keys = sorted(set().union(*(_identity(runs[0]) for runs in methods)))
     differences = {}
     for key in keys:
         values = [runs[0].config.get(key) for runs in methods]

@@ -137,7 +137,7 @@ class Study:
         return path.resolve(), (*words[1:], *common)
 
     def nodes(self, entries: Sequence[Any]) -> tuple[list[StudyNode], list[Chain]]:
-        """What these artefacts need.
+        """The nodes that these artefacts need.
 
         Returns:
             The nodes before all runs, and a chain with evaluations for each run.

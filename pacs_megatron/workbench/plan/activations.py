@@ -37,7 +37,7 @@ def activation_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: 
 
 
 def _layer_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
-    """What a stage's layers save, with the part that `parallel.recompute` computes again."""
+    """The tensors that a stage's layers save, with the part that is recomputed."""
     recompute = config.parallel.recompute
     tokens = config.batch.tokens_per_microbatch / layout.cp
     num_layers = len(layers_of_stage(spec.num_layers, layout, stage))

@@ -191,7 +191,7 @@ def _server_items(rollout: SglangRollout, servers: SglangServers, spec: ModelSpe
 
 
 def _trainer_items(config: RunConfig, spec: ModelSpec, layout: Layout) -> list[Item]:
-    """What a trainer keeps on the GPU beside a colocated server, of the stage with the most."""
+    """The memory of a trainer beside a colocated server, of the stage with the most."""
     offload = config.policy.offload
     resident_bytes = 0.0
     for stage in range(layout.pp):

@@ -84,7 +84,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
-    """What to change if the peak is too large, the smallest change first."""
+    """Changes to make if the peak is too large, the smallest change first."""
     config = plan.config
     layout = plan.layout
     parallel = config.parallel

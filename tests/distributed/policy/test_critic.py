@@ -325,11 +325,9 @@ def _planted_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
     from pacs_megatron.policy.critic import Critic
 
     def own_only(_self: Any, facts: Any, minibatches: Any, own: Any) -> Any:
-        found = {
-            m.facts.ids[row]: value
-            for m, values in zip(minibatches, own, strict=True)
-            for row, value in values.items()
-        }
+        found = {}
+        for minibatch, values in zip(minibatches, own, strict=True):
+            found |= {minibatch.facts.ids[row]: value for row, value in values.items()}
         share = len(facts.ids) / max(len(found), 1)
         return np.array([found.get(name, 0.0) for name in facts.ids]) * share
 

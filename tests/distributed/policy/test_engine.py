@@ -57,7 +57,9 @@ def run(folder: Path, case: dict[str, Any], budget: int, dtype: str = "fp32") ->
     results = run_ranks(on_rank, case["world"])
     merged = dict(results[0])
     for key in ("before", "after"):
-        merged[key] = {row: value for result in results for row, value in result[key].items()}
+        merged[key] = {}
+        for result in results:
+            merged[key] |= result[key]
     for result in results:
         assert result["loss"] == merged["loss"] and result["norm"] == merged["norm"]
     return merged

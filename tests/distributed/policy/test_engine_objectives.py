@@ -38,6 +38,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def masters_of(policy: Any) -> list[torch.Tensor]:
+    """The optimizer's copies of the parameters."""
+    masters = []
+    for adam in policy.optimizer.optimizers():
+        for group in adam.optimizer.param_groups:
+            masters += group["params"]
+    return masters
+
+
 def assert_equal_runs(
     results: list[Any], expected: list[tuple[float, float]], trainer: PlainTrainer
 ) -> None:
@@ -280,28 +289,22 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
         policy = make_policy(
             tiny_qwen3, world, tokens_per_microbatch=BUDGET, dtype="bf16", **options
         )
-        assert {p.dtype for model in policy.models for p in model.parameters()} == {torch.bfloat16}
-        masters = {
-            p.dtype
-            for adam in policy.optimizer.optimizers()
-            for g in adam.optimizer.param_groups
-            for p in g["params"]
-        }
-        assert masters == {torch.float32}
+        for model in policy.models:
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert {p.dtype for p in masters_of(policy)} == {torch.float32}
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
         logprobs = policy.logprobs(make_part(*STEPS[0], policy, BUDGET), "step_start")
         reports = train(policy, objective, STEPS, tokens_per_microbatch=BUDGET)
         small_moves_are_kept = any(
-            not torch.equal(p, p.bfloat16().float())
-            for adam in policy.optimizer.optimizers()
-            for group in adam.optimizer.param_groups
-            for p in group["params"]
+            not torch.equal(p, p.bfloat16().float()) for p in masters_of(policy)
         )
         return logprobs, [r.grad_norm for r in reports], weights_of(policy), small_moves_are_kept
 
     results = run_ranks(on_rank, world)
     assert all(result[3] for result in results)
-    logprobs = {row: value for result in results for row, value in result[0].items()}
+    logprobs = {}
+    for result in results:
+        logprobs |= result[0]
     errors = np.concatenate([logprobs[row] - value.numpy() for row, value in enumerate(before)])
     assert np.abs(errors).max() < 0.15 and np.abs(errors.mean()) < 0.01
     np.testing.assert_allclose(results[0][1], [e[1] for e in expected], rtol=0.05)

@@ -50,7 +50,9 @@ def cases() -> list[Any]:
             for groups in BUDGETS:
                 in_turn = (at + offset) % 2 == list(BUDGETS).index(groups)
                 is_cheap = (case, layout, groups) in CHEAP
-                marks = [] if is_cheap else [pytest.mark.full if in_turn else pytest.mark.campaign]
+                marks = []
+                if not is_cheap:
+                    marks = [pytest.mark.full if in_turn else pytest.mark.campaign]
                 found.append(pytest.param(case, layout, groups, marks=marks))
     return found
 

@@ -131,7 +131,9 @@ def test_the_measurement_changes_no_number_of_training(model: Path, layout: str,
 def test_experts_recorded_for_later_epochs_are_not_replayed_in_another_packing(
     tmp_path: Path,
 ) -> None:
-    """Each rank has recorded those of its own tokens, which another packing gives to other ranks."""
+    """Each rank has recorded those of its own tokens,
+    which another packing gives to other ranks.
+    """
     world, options = LAYOUTS["tp2-sp"]
     model = make_family(tmp_path / "model", "qwen3_moe", vocab_size=272)
 

@@ -184,7 +184,10 @@ def test_the_first_mini_batch_keeps_groups_together_where_a_later_epoch_scores_i
 def test_two_updates_a_step_equal_the_plain_loop(
     folders: dict[str, Path], layout: str, groups: str
 ) -> None:
-    """Two steps of two updates; the second update of each needs the scores of the current weights."""
+    """Two steps of two updates.
+
+    The second update of each needs the scores of the current weights.
+    """
     world, options = LAYOUTS[layout]
     folder = folders["qwen3"]
     steps = [random_step(seed) for seed in (11, 12)]
@@ -261,13 +264,12 @@ def test_a_frozen_reference_and_its_hard_reset(
                 before = [p.detach().clone() for p in policy.optimizer.megatron.get_parameters()]
                 policy.take_reference(reset_optimizer=True)
                 after = list(policy.optimizer.megatron.get_parameters())
-                zeros = [
-                    float(value.abs().max())
-                    for adam in policy.optimizer.optimizers()
-                    for state in adam.optimizer.state.values()
-                    for value in state.values()
-                    if torch.is_tensor(value) and value.numel()
-                ]
+                zeros = []
+                for adam in policy.optimizer.optimizers():
+                    for state in adam.optimizer.state.values():
+                        for value in state.values():
+                            if torch.is_tensor(value) and value.numel():
+                                zeros.append(float(value.abs().max()))
                 assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 assert policy.optimizer.num_updates == reset_at
             minibatch = make_part(*step, policy, BUDGET)

@@ -85,10 +85,20 @@ def test_a_mixture_of_experts_takes_one_weight_for_each_expert(tmp_path):
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=272, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=256, eos_token_id=258, pad_token_id=256,
-    )  # fmt: skip
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -127,7 +137,9 @@ def test_log_probs_equal_a_full_forward(any_tiny_qwen3):
 
 
 def test_the_sampled_distribution_is_the_models(tiny_qwen3):
-    """First and second token of one prompt, counted, against exact probabilities (total variation)."""
+    """First and second token of one prompt, counted,
+    against exact probabilities (total variation).
+    """
     prompt = random_prompts(1)[0]
     samples = list(
         embedded_engine(tiny_qwen3, batch_sequences=1000).stream(
@@ -165,7 +177,10 @@ def test_bit_identical_for_any_number_of_ranks_and_reproducible(tiny_qwen3):
             )
             for rank in range(num_ranks)
         ]
-        by_id = {sample.id: sample for share in shares for sample in share}
+        by_id = {}
+        for share in shares:
+            for sample in share:
+                by_id[sample.id] = sample
         assert sum(len(share) for share in shares) == len(by_id) == len(requests)
         assert all(same(by_id[sample.id], sample) for sample in whole)
     other = list(
@@ -186,7 +201,10 @@ def test_bit_identical_in_real_ranks(tiny_qwen3):
     (whole,) = run_ranks(rank_main, 1, init_process_group=False)
     shares = run_ranks(rank_main, 2, init_process_group=False)
     assert [len(share) for share in shares] == [16, 8]
-    by_id = {sample.id: sample for share in shares for sample in share}
+    by_id = {}
+    for share in shares:
+        for sample in share:
+            by_id[sample.id] = sample
     assert all(same(by_id[sample.id], sample) for sample in whole)
 
 
@@ -214,13 +232,10 @@ def test_limits_and_stop_strings(tiny_qwen3):
         {"max_tokens": 12, "stop": ("never", stop)},
         {},
     ]
-    samples = [
-        sample
-        for prompt, more in zip(prompts, limits, strict=True)
-        for sample in engine.stream(
-            requests_for([prompt], params=sampling(temperature=0.0, **more))
-        )
-    ]
+    samples = []
+    for prompt, more in zip(prompts, limits, strict=True):
+        params = sampling(temperature=0.0, **more)
+        samples += engine.stream(requests_for([prompt], params=params))
     assert [sample.response_len for sample in samples] == [1, 7, first_end, 12]
     assert [sample.stop for sample in samples] == [Stop.LENGTH, Stop.LENGTH, Stop.EOS, Stop.LENGTH]
     for sample, tokens in zip(samples, free, strict=True):
