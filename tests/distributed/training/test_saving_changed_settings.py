@@ -220,8 +220,8 @@ def test_every_key_that_changes_an_update_has_a_case() -> None:
     models = {"precision": PrecisionOptions, "policy": PolicyOptions, "batch": BatchOptions}
     for section, model in (models | {"optimizer": OptimizerOptions}).items():
         keys |= set(keys_of(model, f"{section}."))
-    keys = itertools.chain.from_iterable(changed_keys(case.later) for case in CHANGED.values())
-    changed = {key for key in keys if not key.startswith("rollout.")}
+    cases = itertools.chain.from_iterable(changed_keys(case.later) for case in CHANGED.values())
+    changed = {key for key in cases if not key.startswith("rollout.")}
     changed |= {f"optimizer.{name}" for name in CHANGES} | set(ELSEWHERE)
     assert {key for key in keys if not key.startswith(FIXED_KEYS)} == changed
 
