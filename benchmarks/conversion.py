@@ -103,21 +103,19 @@ def make_model(folder: Path, shape: str, *, seed: int = 0) -> int:
     source = folder.with_name(folder.name + "-config")
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(config))
+
     infos = hf_tensors(weight_table(read_spec(config)).entries, torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(32 << 20, generator=generator).bfloat16()
     with HfFolderWriter(folder, infos, max_shard_bytes=5 * 10**9) as writer:
         for number, info in enumerate(infos):
-            count = info.nbytes // 2
+            num_elements = info.nbytes // 2
             # A different offset for each tensor, so that two swapped tensors of one shape are
             # detected.
-            start = (number * 7919) % 4096
-            repeated = (
-                noise[start:].repeat(count // (len(noise) - start) + 1)
-                if count > len(noise) - start
-                else noise[start:]
-            )
-            writer.put(info.name, repeated[:count].reshape(info.shape))
+            values = noise[(number * 7919) % 4096 :]
+            if num_elements > len(values):
+                values = values.repeat(num_elements // len(values) + 1)
+            writer.put(info.name, values[:num_elements].reshape(info.shape))
         writer.finish(source)
     shutil.rmtree(source)
     return sum(info.nbytes for info in infos)
@@ -138,16 +136,20 @@ def run_measured(command: Sequence[str]) -> tuple[float, int]:
 
 
 def _anonymous_bytes(pid: int) -> int:
+    """RssAnon of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+    for line in lines:
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def forget(folder: Path) -> None:
     """Drops a folder's files from the file cache, so that every stage reads from disk."""
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -174,37 +176,42 @@ def hf_digests(folder: Path) -> dict[str, str]:
 
 def run(shape: str, work: Path) -> dict[str, Any]:
     """Runs all stages; returns the results."""
-    hf, copy, checkpoint, back = (work / name for name in ("hf", "copy", "checkpoint", "back"))
+    hf = work / "hf"
+    copy = work / "copy"
+    checkpoint = work / "checkpoint"
+    back = work / "back"
     num_bytes = make_model(hf, shape)
+    gigabytes = num_bytes / 1e9
     stages: list[Stage] = []
 
-    def copied(source: Path, name: str) -> float:
+    def measure_cp(source: Path, name: str) -> float:
         forget(source)
         seconds = copy_and_sync(source, copy)
         shutil.rmtree(copy)
-        stages.append(Stage(name, seconds, num_bytes / 1e9 / seconds, 1.0, None))
+        stages.append(Stage(name, seconds, gigabytes / seconds, 1.0, None))
         return seconds
 
-    def converted(
+    def measure_conversion(
         name: str, script: str, source: Path, arguments: Sequence[str], cp_s: float
     ) -> None:
         forget(source)
-        seconds, peak = run_measured(
-            [sys.executable, str(ROOT / "conversion" / script), *arguments]
-        )
-        stages.append(Stage(name, seconds, num_bytes / 1e9 / seconds, cp_s / seconds, peak))
+        command = [sys.executable, str(ROOT / "conversion" / script), *arguments]
+        seconds, peak = run_measured(command)
+        stages.append(Stage(name, seconds, gigabytes / seconds, cp_s / seconds, peak))
 
-    cp_s = copied(hf, "cp of the HF folder + fsync")
+    cp_s = measure_cp(hf, "cp of the HF folder + fsync")
     to_megatron = ["--hf", str(hf), "--out", str(checkpoint)]
-    converted("HF -> Megatron", "hf_to_megatron.py", hf, to_megatron, cp_s)
+    measure_conversion("HF -> Megatron", "hf_to_megatron.py", hf, to_megatron, cp_s)
     before = hf_digests(checkpoint)
     shutil.rmtree(hf)
-    cp_s = copied(checkpoint, "cp of the checkpoint + fsync")
+
+    cp_s = measure_cp(checkpoint, "cp of the checkpoint + fsync")
     to_hf = ["--checkpoint", str(checkpoint), "--out", str(back)]
-    converted("Megatron -> HF", "megatron_to_hf.py", checkpoint, to_hf, cp_s)
+    measure_conversion("Megatron -> HF", "megatron_to_hf.py", checkpoint, to_hf, cp_s)
     after = hf_digests(back)
     shutil.rmtree(checkpoint)
     shutil.rmtree(back)
+
     return {
         "shape": shape,
         "bytes": num_bytes,

@@ -1,8 +1,8 @@
-"""Measures settings of each objective on the quickstart's task, as the reason for the defaults.
+r"""Measures settings of each objective on the quickstart's task, as the reason for the defaults.
 
     python benchmarks/defaults.py pacs grpo sft --seeds 0 1 --log defaults.jsonl
-    python benchmarks/defaults.py pacs examples/objectives/*.yaml --seeds 0 1 2 3 4 --only '{}'
-    --log objectives.jsonl
+    python benchmarks/defaults.py pacs examples/objectives/*.yaml --seeds 0 1 2 3 4 \
+        --only '{}' --log objectives.jsonl
 
 An objective is a name with a grid below, or a configuration, which keeps its own values but for
 `--only`. Every run starts from the seed's warm start (one for all settings), takes 25 steps of 16
@@ -27,13 +27,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks import TASKS
 from examples.quickstart.run import make_inputs
-from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.observability.metrics import MetricsRow, read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 from pacs_megatron.workbench.diversity import (
     HASHED,
@@ -44,6 +45,10 @@ from pacs_megatron.workbench.diversity import (
 
 ROOT = Path(__file__).resolve().parents[1]
 Setting = dict[str, Any]
+Row = dict[str, Any]
+"""A line of the log: one run"""
+Runs = dict[tuple[str, str], list[Row]]
+"""(objective, setting as JSON) -> its runs"""
 
 PACS: Setting = {"clip": 0.0, "lr": 1e-4, "beta": 1.0, "weighting": "question", "updates": 2}
 GRPO: Setting = {"clip": 1.0, "lr": 2e-4, "updates": 2}
@@ -57,12 +62,11 @@ KEYS = {
     "updates": "batch.updates_per_step",
     "shuffle": "data.shuffle_labels",
 }
-
-
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}
 """Number of seeds -> 97.5 % point of Student's t with one degree of freedom less."""
 
 
+# ---------------------------------------------------------------------------------------- settings
 def settings(objective: str) -> list[Setting]:
     """The grid: clip and rate in full, the rest one at a time."""
     if objective.endswith(".yaml"):
@@ -71,23 +75,40 @@ def settings(objective: str) -> list[Setting]:
         return [SFT, SFT | {"clip": 0.0}]
     if objective == "grpo":
         return [GRPO, GRPO | {"clip": 0.0}, GRPO | {"lr": 1e-4}]
-    rates_and_clips = itertools.product((1e-4, 2e-4, 4e-4), (0.0, 1.0))
-    return [
-        *(PACS | {"clip": clip, "lr": lr} for lr, clip in rates_and_clips),
-        *(PACS | {"clip": clip, "lr": 2e-4, "updates": 1} for clip in (0.0, 1.0)),
-        *(
-            PACS | change
-            for change in ({"updates": 4}, {"weighting": "none"}, {"beta": 3.0}, {"beta": 0.3})
-        ),
-        PACS | {"lr": 2e-4, "updates": 1, "reference": "frozen"},
-    ]
+
+    grid = []
+    for lr, clip in itertools.product((1e-4, 2e-4, 4e-4), (0.0, 1.0)):
+        grid.append(PACS | {"clip": clip, "lr": lr})
+    for clip in (0.0, 1.0):
+        grid.append(PACS | {"clip": clip, "lr": 2e-4, "updates": 1})
+    for change in ({"updates": 4}, {"weighting": "none"}, {"beta": 3.0}, {"beta": 0.3}):
+        grid.append(PACS | change)
+    grid.append(PACS | {"lr": 2e-4, "updates": 1, "reference": "frozen"})
+    return grid
 
 
 def overrides(objective: str, setting: Setting) -> list[str]:
-    named = [] if objective.endswith(".yaml") else [f"objective.name={objective}"]
-    return [*named, *(f"{KEYS[name]}={json.dumps(value)}" for name, value in setting.items())]
+    """The setting as `key=value`, with the objective's name unless it is a configuration."""
+    words = [] if objective.endswith(".yaml") else [f"objective.name={objective}"]
+    for name, value in setting.items():
+        words.append(f"{KEYS[name]}={json.dumps(value)}")
+    return words
 
 
+def best(objective: str, log: Path) -> Setting:
+    """The setting with the best mean pass@1 in `log`; the first of equal ones."""
+    scores: dict[str, list[float]] = {}
+    for row in read_log(log):
+        if row["objective"] == Path(objective).stem:
+            scores.setdefault(json.dumps(_setting(row)), []).append(row["pass@1"])
+    if not scores:
+        sys.exit(f"{log} has no run of {objective}")
+    means = {setting: statistics.mean(values) for setting, values in scores.items()}
+    setting: Setting = json.loads(max(means, key=lambda name: means[name]))
+    return setting
+
+
+# -------------------------------------------------------------------------------------------- runs
 def train(name: str, folder: Path, config: str, *changes: str) -> Path:
     """Runs one rank to its end and returns its folder."""
     command = [
@@ -95,79 +116,113 @@ def train(name: str, folder: Path, config: str, *changes: str) -> Path:
         "-m",
         "pacs_megatron.training.main",
         str(ROOT / "configs" / "runs" / config),
-    ]
-    common = (
         f"run.dir={folder}/runs",
         f"run.name={name}",
         "parallel.tp=1",
         "logging.tensorboard=false",
-    )
+        *changes,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, *common, *changes], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name}: {done.stderr[-2000:]}")
     return folder / "runs" / name
 
 
 def warm_start(seed: int, folder: Path, name: str, *changes: str, task: str = "quickstart") -> Path:
+    """Trains the quickstart's model on demonstrations and returns the run's folder."""
     inputs = folder / f"inputs-{seed}"
     make_inputs(inputs, seed, TASKS[task].write)
-    data = f"data.train.path={inputs}/data/demonstrations.json"
-    own = (f"run.seed={seed}", f"model.path={inputs}/model", data, *TASKS[task].warm)
-    return train(name, folder, "quickstart-warmstart.yaml", *own, *changes)
+    return train(
+        name,
+        folder,
+        "quickstart-warmstart.yaml",
+        f"run.seed={seed}",
+        f"model.path={inputs}/model",
+        f"data.train.path={inputs}/data/demonstrations.json",
+        *TASKS[task].warm,
+        *changes,
+    )
 
 
 def measure(
     objective: str, setting: Setting, seed: int, folder: Path, *, task: str = "quickstart"
-) -> dict[str, Any]:
-    name = "-".join(
-        [Path(objective).stem, *(f"{key}{value}" for key, value in setting.items()), f"seed{seed}"]
-    )
+) -> Row:
+    """Runs one setting with one seed and returns its line of the log."""
+    words = [f"{key}{value}" for key, value in setting.items()]
+    name = "-".join([Path(objective).stem, *words, f"seed{seed}"])
     begin = time.monotonic()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if objective == "sft":
         run_dir = warm_start(seed, folder, name, *overrides(objective, setting), task=task)
         rows = read_metrics(run_dir)
-        found["loss"] = statistics.mean(float(row["objective/loss"] or 0) for row in rows[-20:])
+        losses = [float(row["objective/loss"] or 0) for row in rows[-20:]]
+        results["loss"] = statistics.mean(losses)
     else:
-        data = folder / f"inputs-{seed}" / "data"
-        run_dir = train(
-            name,
-            folder,
-            str(Path(objective).resolve()) if objective.endswith(".yaml") else "quickstart.yaml",
-            *(f"run.seed={seed}", f"model.path={folder}/runs/warm-{seed}/hf", "run.steps=25"),
-            *(
-                f"data.train.path={data}/train.json",
-                f"evaluation.benchmarks.0.path={data}/test.json",
-            ),
-            *("evaluation.every=null", "checkpoint.every=null"),
-            *overrides(objective, setting),
-        )
+        run_dir = _train_from_warm_start(objective, setting, seed, folder, name)
         rows = read_metrics(run_dir)
-        found["start"], found["pass@1"] = (rows[at]["eval/test/pass@1"] for at in (0, -1))
-        found["pass@8"] = [rows[at]["eval/test/pass@8"] for at in (0, -1)]
-        steps = [row for row in rows if "reward/mean" in row]
-        found["entropy"] = [steps[at]["policy/entropy"] for at in (0, -1)]
-        found["rewards"] = [row["reward/mean"] for row in steps]
+        results |= _reward_results(rows)
         if task != "quickstart":
-            found["tokens"] = [round(float(row["response/tokens"] or 0)) for row in steps]
-            found["diversity"] = [
-                diversity(rollout_path(run_dir, step, "eval")) for step in (0, len(steps))
-            ]
-    norms = sorted(
-        float(row["optimizer/grad_norm"] or 0) for row in rows if "optimizer/grad_norm" in row
-    )
-    found["norm"] = [norms[0], statistics.median(norms), norms[-1]]
+            results |= _task_results(rows, run_dir)
+
+    norms = []
+    for row in rows:
+        if "optimizer/grad_norm" in row:
+            norms.append(float(row["optimizer/grad_norm"] or 0))
+    results["norm"] = [min(norms), statistics.median(norms), max(norms)]
     return {
         **({} if task == "quickstart" else {"task": task}),
         "objective": Path(objective).stem,
         **setting,
         "seed": seed,
-        **found,
+        **results,
         "seconds": round(time.monotonic() - begin),
     }
+
+
+def _train_from_warm_start(
+    objective: str, setting: Setting, seed: int, folder: Path, name: str
+) -> Path:
+    data = folder / f"inputs-{seed}" / "data"
+    config = "quickstart.yaml"
+    if objective.endswith(".yaml"):
+        config = str(Path(objective).resolve())
+    return train(
+        name,
+        folder,
+        config,
+        f"run.seed={seed}",
+        f"model.path={folder}/runs/warm-{seed}/hf",
+        "run.steps=25",
+        f"data.train.path={data}/train.json",
+        f"evaluation.benchmarks.0.path={data}/test.json",
+        "evaluation.every=null",
+        "checkpoint.every=null",
+        *overrides(objective, setting),
+    )
+
+
+def _reward_results(rows: Sequence[MetricsRow]) -> dict[str, Any]:
+    """Evaluations before and after, and the rewards of every step."""
+    steps = [row for row in rows if "reward/mean" in row]
+    return {
+        "start": rows[0]["eval/test/pass@1"],
+        "pass@1": rows[-1]["eval/test/pass@1"],
+        "pass@8": [rows[0]["eval/test/pass@8"], rows[-1]["eval/test/pass@8"]],
+        "entropy": [steps[0]["policy/entropy"], steps[-1]["policy/entropy"]],
+        "rewards": [row["reward/mean"] for row in steps],
+    }
+
+
+def _task_results(rows: Sequence[MetricsRow], run_dir: Path) -> dict[str, Any]:
+    """Sampled tokens of every step, and the diversity before and after."""
+    tokens = []
+    for row in rows:
+        if "reward/mean" in row:
+            tokens.append(round(float(row["response/tokens"] or 0)))
+    before = diversity(rollout_path(run_dir, 0, "eval"))
+    after = diversity(rollout_path(run_dir, len(tokens), "eval"))
+    return {"tokens": tokens, "diversity": [before, after]}
 
 
 def diversity(evaluation: Path) -> float | None:
@@ -180,19 +235,36 @@ def diversity(evaluation: Path) -> float | None:
     for record in read_rollouts(evaluation):
         if record["label"] == 1:
             correct.setdefault(record["prompt_id"], []).append(record["response"])
-    scores = question_scores(question_vectors(correct, load_embedder(HASHED)[1])).values()
+    _, embed = load_embedder(HASHED)
+    scores = question_scores(question_vectors(correct, embed)).values()
     return statistics.mean(scores) if scores else None
 
 
-def _setting(row: dict[str, Any]) -> Setting:
+# --------------------------------------------------------------------------------------------- log
+def read_log(log: Path) -> list[Row]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def _setting(row: Row) -> Setting:
     return {name: row[name] for name in KEYS if name in row}
 
 
-def _who(row: dict[str, Any]) -> tuple[str, str, int]:
+def _who(row: Row) -> tuple[str, str, int]:
+    """Task, objective and seed of a run."""
     return row.get("task", "quickstart"), row["objective"], row["seed"]
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
+def _by_setting(rows: Sequence[Row], key: str) -> Runs:
+    """The runs that have `key`, by objective and setting."""
+    runs: Runs = {}
+    for row in rows:
+        if key in row:
+            runs.setdefault((row["objective"], json.dumps(_setting(row))), []).append(row)
+    return runs
+
+
+# ------------------------------------------------------------------------------------------ tables
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(mean, lower, upper) by Student's t.
 
     NaN limits for a number of values without a known point.
@@ -202,14 +274,7 @@ def interval(values: list[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def _by_setting(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["objective"], json.dumps(_setting(row))), []).append(row)
-    return groups
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """A line of Markdown for each setting; intervals are Student's 95 % over seeds.
 
     Norm: the median of each run.
@@ -219,83 +284,77 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "| norm | diversity |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (objective, setting), found in _by_setting(
-        [row for row in rows if "pass@1" in row]
-    ).items():
-        if len(found) > 1:
-            starts = [row["start"] for row in found]
-            means = [row["pass@1"] for row in found]
-            mean, low, high = interval(means)
-            _, least, most = interval(
-                [end - start for start, end in zip(starts, means, strict=True)]
-            )
-            cells = [
-                *(
-                    objective,
-                    setting,
-                    str(len(found)),
-                    f"{statistics.mean(starts):.3f}",
-                    f"{mean:.3f}",
-                ),
-                *(f"{low:.3f} to {high:.3f}", f"{least:+.3f} to {most:+.3f}"),
-                "{:.3f} [{:.3f}, {:.3f}]".format(*interval([row["pass@8"][-1] for row in found])),
-                "{:.3f} [{:.3f}, {:.3f}]".format(*interval([row["entropy"][-1] for row in found])),
-                "{:.2g} [{:.2g}, {:.2g}]".format(*interval([row["norm"][1] for row in found])),
-                _diversities(found),
-            ]
+    for (objective, setting), runs in _by_setting(rows, "pass@1").items():
+        if len(runs) > 1:
+            cells = [objective, setting, *_cells(runs)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _diversities(rows: list[dict[str, Any]]) -> str:
+def _cells(runs: Sequence[Row]) -> list[str]:
+    """The columns of one setting from its number of seeds on."""
+    starts = [run["start"] for run in runs]
+    scores = [run["pass@1"] for run in runs]
+    rises = [score - start for start, score in zip(starts, scores, strict=True)]
+    mean, low, high = interval(scores)
+    _, low_rise, high_rise = interval(rises)
+    return [
+        str(len(runs)),
+        f"{statistics.mean(starts):.3f}",
+        f"{mean:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        f"{low_rise:+.3f} to {high_rise:+.3f}",
+        "{:.3f} [{:.3f}, {:.3f}]".format(*interval([run["pass@8"][-1] for run in runs])),
+        "{:.3f} [{:.3f}, {:.3f}]".format(*interval([run["entropy"][-1] for run in runs])),
+        "{:.2g} [{:.2g}, {:.2g}]".format(*interval([run["norm"][1] for run in runs])),
+        _diversities(runs),
+    ]
+
+
+def _diversities(runs: Sequence[Row]) -> str:
     """Mean before -> after with its interval, over the runs that have both."""
-    known = [row["diversity"] for row in rows if None not in row.get("diversity", [None])]
-    if len(known) < 2:
+    befores = []
+    afters = []
+    for run in runs:
+        before, after = run.get("diversity", (None, None))
+        if before is not None and after is not None:
+            befores.append(before)
+            afters.append(after)
+    if len(afters) < 2:
         return ""
-    mean, low, high = interval([after for _, after in known])
-    return (
-        f"{statistics.mean(before for before, _ in known):.3f} -> {mean:.3f} [{low:.3f}, "
-        f"{high:.3f}]"
-    )
+    mean, low, high = interval(afters)
+    return f"{statistics.mean(befores):.3f} -> {mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def differences(rows: list[dict[str, Any]], base: str = "pacs") -> list[str]:
+def differences(rows: Sequence[Row], base: str = "pacs") -> list[str]:
     """A line of Markdown for each other objective: pass@1 less that of `base` on the same seeds,
     with its interval.
     """
-    groups = _by_setting([row for row in rows if "pass@1" in row])
-    of_base = {}
-    for (name, _), found in groups.items():
-        if name == base:
-            of_base |= {row["seed"]: row["pass@1"] for row in found}
+    runs_of_settings = _by_setting(rows, "pass@1")
+    base_scores = {}
+    for (objective, _), runs in runs_of_settings.items():
+        if objective == base:
+            base_scores |= {run["seed"]: run["pass@1"] for run in runs}
+
     lines = [
         "",
         f"| objective | seeds | pass@1 less that of {base} | 95 % interval |",
         "|---|---|---|---|",
     ]
-    for (objective, _), found in groups.items():
-        pairs = [row["pass@1"] - of_base[row["seed"]] for row in found if row["seed"] in of_base]
-        if objective != base and len(pairs) > 1:
-            mean, low, high = interval(pairs)
+    for (objective, _), runs in runs_of_settings.items():
+        values = []
+        for run in runs:
+            if run["seed"] in base_scores:
+                values.append(run["pass@1"] - base_scores[run["seed"]])
+        if objective != base and len(values) > 1:
+            mean, low, high = interval(values)
             lines.append(
-                f"| {objective} | {len(pairs)} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |"
+                f"| {objective} | {len(values)} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |"
             )
     return lines
 
 
-def best(objective: str, log: Path) -> Setting:
-    """The setting with the best mean pass@1 in `log`; the first of equal ones."""
-    groups: dict[str, list[float]] = {}
-    for row in (json.loads(line) for line in log.read_text().splitlines()):
-        if row["objective"] == Path(objective).stem:
-            groups.setdefault(json.dumps(_setting(row)), []).append(row["pass@1"])
-    if not groups:
-        sys.exit(f"{log} has no run of {objective}")
-    found: Setting = json.loads(max(groups, key=lambda setting: statistics.mean(groups[setting])))
-    return found
-
-
-def reached(row: dict[str, Any], target: float) -> tuple[int, int] | None:
+def reached(row: Row, target: float) -> tuple[int, int] | None:
     """(step, tokens sampled until then) at which the mean reward of three steps is at least
     `target`.
     """
@@ -306,32 +365,77 @@ def reached(row: dict[str, Any], target: float) -> tuple[int, int] | None:
     return None
 
 
-def speeds(rows: list[dict[str, Any]]) -> list[str]:
+def speeds(rows: Sequence[Row]) -> list[str]:
     """A line of Markdown for each setting: steps and thousands of tokens to 0.9 of the ceiling, by
     seed.
 
     The ceiling is the best mean pass@1 of a setting in the log. A run that does not reach the
     target is shown as `>` and all that it had: it is censored, not dropped.
     """
-    groups = _by_setting([row for row in rows if "tokens" in row])
-    if not groups:
+    runs_of_settings = _by_setting(rows, "tokens")
+    if not runs_of_settings:
         return []
-    target = 0.9 * max(statistics.mean(row["pass@1"] for row in found) for found in groups.values())
+    means = []
+    for runs in runs_of_settings.values():
+        means.append(statistics.mean(run["pass@1"] for run in runs))
+    target = 0.9 * max(means)
+
     lines = [
         "",
         f"| objective | setting | steps to {target:.3f} | thousands of tokens |",
         "|---|---|---|---|",
     ]
-    for (objective, setting), found in groups.items():
-        cells: list[tuple[str, str]] = []
-        for row in found:
-            at = reached(row, target)
-            step, tokens = at or (len(row["rewards"]), sum(row["tokens"]))
-            sign = "" if at else ">"
-            cells.append((f"{sign}{step}", f"{sign}{tokens / 1000:.0f}"))
-        steps, thousands = (" ".join(column) for column in zip(*cells, strict=True))
-        lines.append(f"| {objective} | {setting} | {steps} | {thousands} |")
+    for (objective, setting), runs in runs_of_settings.items():
+        steps = []
+        thousands = []
+        for run in runs:
+            at_target = reached(run, target)
+            sign = "" if at_target else ">"
+            step, tokens = at_target or (len(run["rewards"]), sum(run["tokens"]))
+            steps.append(f"{sign}{step}")
+            thousands.append(f"{sign}{tokens / 1000:.0f}")
+        lines.append(f"| {objective} | {setting} | {' '.join(steps)} | {' '.join(thousands)} |")
     return lines
+
+
+# -------------------------------------------------------------------------------------------- main
+def jobs_of(options: argparse.Namespace, logged: Sequence[Row]) -> list[tuple[str, Setting, int]]:
+    """(objective, setting, seed) of the runs that the log lacks."""
+    jobs = []
+    for objective in options.objectives:
+        chosen: Sequence[Mapping[str, Any]] = options.only or settings(objective)
+        if options.best_of:
+            chosen = [best(objective, options.best_of)]
+        for setting, seed in itertools.product(chosen, options.seeds):
+            who = (options.task, Path(objective).stem, seed)
+            is_logged = any(_setting(row) == setting and _who(row) == who for row in logged)
+            if not is_logged:
+                jobs.append((objective, dict(setting), seed))
+    return jobs
+
+
+def run_jobs(options: argparse.Namespace, folder: Path) -> None:
+    """Warm starts, then the missing runs, which are appended to the log."""
+    if options.task != "quickstart":
+        folder /= options.task
+
+    def warm(seed: int) -> Path:
+        return warm_start(seed, folder, f"warm-{seed}", task=options.task)
+
+    def run(job: tuple[str, Setting, int]) -> Row:
+        objective, setting, seed = job
+        return measure(objective, setting, seed, folder, task=options.task)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        if options.objectives != ["sft"]:
+            list(pool.map(warm, options.seeds))
+        logged = read_log(options.log) if options.log.exists() else []
+        jobs = jobs_of(options, logged)
+        with options.log.open("a") as log:
+            for row in pool.map(run, jobs):
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                print(row, flush=True)
 
 
 def main() -> int:
@@ -349,39 +453,15 @@ def main() -> int:
     )
     parser.add_argument("--task", choices=sorted(TASKS), default="quickstart")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.workers) as pool:
-        folder = (options.folder or Path(name)).resolve()
-        if options.task != "quickstart":
-            folder /= options.task
-        if options.objectives != ["sft"]:
-            list(
-                pool.map(
-                    lambda seed: warm_start(seed, folder, f"warm-{seed}", task=options.task),
-                    options.seeds,
-                )
-            )
-        known = []
-        if options.log.exists():
-            known = [json.loads(line) for line in options.log.read_text().splitlines()]
-        jobs = []
-        for objective in options.objectives:
-            chosen = options.only or settings(objective)
-            if options.best_of:
-                chosen = [best(objective, options.best_of)]
-            for setting, seed in itertools.product(chosen, options.seeds):
-                who = (options.task, Path(objective).stem, seed)
-                if not any(_setting(row) == setting and _who(row) == who for row in known):
-                    jobs.append((objective, setting, seed))
-        with options.log.open("a") as log:
-            for row in pool.map(
-                lambda job: measure(job[0], job[1], job[2], folder, task=options.task), jobs
-            ):
-                log.write(json.dumps(row) + "\n")
-                log.flush()
-                print(row, flush=True)
-    logged = [json.loads(line) for line in options.log.read_text().splitlines()]
-    compared = differences(logged) if options.best_of else []
-    print("\n".join([*table(logged), *compared, *speeds(logged)]))
+    with tempfile.TemporaryDirectory() as name:
+        run_jobs(options, (options.folder or Path(name)).resolve())
+
+    rows = read_log(options.log)
+    lines = table(rows)
+    if options.best_of:
+        lines += differences(rows)
+    lines += speeds(rows)
+    print("\n".join(lines))
     return 0
 
 

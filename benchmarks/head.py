@@ -56,7 +56,12 @@ def _returns_a_view(func: Any) -> bool:
 
 
 def loss_of(case: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One forward pass: the sum of coefficients times log-probs."""
+    """One forward pass: the sum of coefficients times log-probs.
+
+    Args:
+        case: of CASES.
+        inputs: hidden [t, hidden], weight [v, hidden], targets int64 [t], coefficient fp32 [t].
+    """
     hidden = inputs["hidden"]
     weight = inputs["weight"]
     targets = inputs["targets"]
@@ -111,7 +116,14 @@ def _once(case: str, inputs: dict[str, torch.Tensor]) -> None:
 
 
 def measure(case: str, sizes: tuple[int, int, int], port: int, results: Any) -> None:
-    """Puts (peak bytes above the inputs, tensor bytes) of one case."""
+    """Puts (peak bytes above the inputs, tensor bytes) of one case.
+
+    Args:
+        case: of CASES.
+        sizes: tokens, hidden size, vocabulary.
+        port: of the rendezvous.
+        results: a queue.
+    """
     inputs = _inputs(sizes, port)
     if inputs["hidden"].is_cuda:
         _once(case, inputs)

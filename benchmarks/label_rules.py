@@ -48,61 +48,91 @@ FORMS = {
 }
 
 
+PAIRS = ("1 1", "0 0", "0 1", "1 0")
+"""verdicts of `last_box` and of `authors`"""
+
+
 def read(folder: Path, limit: int) -> Iterator[tuple[str, dict]]:
-    """Data set, row."""
+    """(data set, row) of the first rows of each data set."""
     for path in sorted(folder.glob("*.json*")):
         text = path.read_text(encoding="utf-8")
-        rows = (
-            json.loads(text)
-            if path.suffix == ".json"
-            else [json.loads(line) for line in text.split("\n") if line]
-        )
+        if path.suffix == ".json":
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.split("\n") if line]
         for row in rows[:limit]:
             yield path.stem, {key.lower(): value for key, value in row.items()}
 
 
 def problems(folder: Path, limit: int) -> Iterator[tuple[str, str, str | None]]:
-    """Data set, answer, solution."""
+    """(data set, answer, solution) of the rows without a response."""
     for name, row in read(folder, limit):
-        if "response" not in row:
-            answer = (
-                str(row["answer"])
-                .rpartition("####")[2]
-                .strip()
-                .replace(",", "" if "####" in str(row["answer"]) else ",")
-            )
-            yield name, answer, row.get("solution") or None
+        if "response" in row:
+            continue
+        text = str(row["answer"])
+        answer = text.rpartition("####")[2].strip()
+        if "####" in text:  # GSM8K has thousands separators
+            answer = answer.replace(",", "")
+        yield name, answer, row.get("solution") or None
 
 
 def cases(folder: Path, limit: int) -> Iterator[tuple[str, str, str, str]]:
-    """Form, which answer it states, gold answer, response."""
+    """(form, which answer it states, gold answer, response)."""
     for name, row in read(folder, limit):
         if "response" in row:
             yield name, "its own", str(row["answer"]), row["response"]
+
     rows = list(problems(folder, limit))
     for number, (name, gold, solution) in enumerate(rows):
-        other = next(a for _, a, _ in rows[number + 1 :] + rows if a != gold)
+        others = [answer for _, answer, _ in rows[number + 1 :] + rows if answer != gold]
+        other = others[0]
         for form, text in FORMS.items():
             yield form, "the right one", gold, text.format(a=gold, o=other)
             yield form, "another's", gold, text.format(a=other, o=gold)
         if solution and last_boxed(solution) is not None:
-            yield f"worked solution of {name}", "the right one", gold, solution
-            yield (
-                "worked solution, cut before the box",
-                "the right one",
-                gold,
-                solution[: solution.rindex(r"\boxed")],
-            )
-            bare = re.sub(r"\\boxed\s*", "", solution)
-            yield "worked solution, box removed", "the right one", gold, bare
+            yield from solution_cases(name, gold, solution)
+
+
+def solution_cases(name: str, gold: str, solution: str) -> Iterator[tuple[str, str, str, str]]:
+    """A worked solution with a box: as it is, cut, and without the box."""
+    right = "the right one"
+    yield f"worked solution of {name}", right, gold, solution
+    before_box = solution[: solution.rindex(r"\boxed")]
+    yield "worked solution, cut before the box", right, gold, before_box
+    without_box = re.sub(r"\\boxed\s*", "", solution)
+    yield "worked solution, box removed", right, gold, without_box
 
 
 def verdict(judge, gold: str, response: str) -> str:
+    """`1`, `0`, or `none` if the judge gives no verdict."""
     prompt = Prompt(id="x", text="", token_ids=np.zeros(1, np.int32), answer=gold, problem="")
     try:
         return str(int(judge(prompt, response)))
     except RewardError:
         return "none"
+
+
+def load_authors(path: Path):
+    """The module of the authors' reward function."""
+    spec = importlib.util.spec_from_file_location("authors_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(counts: dict[tuple[str, str], dict[str, int]]) -> str:
+    """Markdown; `counts`: (form, which answer) -> pair of verdicts -> responses."""
+    lines = [
+        "| response | answer | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by "
+        "`last_box` only | no verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (form, states), count in counts.items():
+        shown = [count.get(pair, 0) for pair in PAIRS]
+        total = sum(count.values())
+        cells = [form, states, str(total), *map(str, shown), str(total - sum(shown))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -114,43 +144,28 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=60, help="of each data set, from the first")
     args = parser.parse_args()
     logging.disable(logging.ERROR)
-    theirs = None
-    if args.authors is not None:
-        spec = importlib.util.spec_from_file_location("authors_reward", args.authors)
-        theirs = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(theirs)
+    authors = None if args.authors is None else load_authors(args.authors)
+
     counts: dict[tuple[str, str], dict[str, int]] = {}
-    unequal = []
+    num_unequal = 0
     for form, states, gold, response in cases(args.folder, args.problems):
-        pair = f"{verdict(last_box, gold, response)} {verdict(authors_rule, gold, response)}"
+        ours = verdict(last_box, gold, response)
+        theirs = verdict(authors_rule, gold, response)
         count = counts.setdefault((form, states), {})
+        pair = f"{ours} {theirs}"
         count[pair] = count.get(pair, 0) + 1
-        if theirs is not None:
-            label = str(int(theirs.compute_score("x", response, gold)["score"]))
-            found = pair.split()[1].replace("none", "0")
-            if label != found:
-                unequal.append((gold, response))
-    lines = [
-        "| response | answer | responses | 1 by both | 0 by both | 1 by `authors` only | 1 by "
-        "`last_box` only | no verdict |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for (form, states), count in counts.items():
-        shown = [count.get(pair, 0) for pair in ("1 1", "0 0", "0 1", "1 0")]
-        total = sum(count.values())
-        lines.append(
-            f"| {form} | {states} | {total} | {' | '.join(map(str, shown))} | "
-            f"{total - sum(shown)} |"
-        )
-    print("\n".join(lines))
+        if authors is not None:
+            label = str(int(authors.compute_score("x", response, gold)["score"]))
+            num_unequal += label != theirs.replace("none", "0")
+
+    print(table(counts))
     total = sum(sum(count.values()) for count in counts.values())
+    remark = "" if authors is not None else " (not compared: --authors)"
     print(
-        f"\n{total} responses, math-verify {version('math-verify')}, {len(unequal)} differ from "
-        "the authors' file",
-        end="",
+        f"\n{total} responses, math-verify {version('math-verify')}, {num_unequal} differ from "
+        f"the authors' file{remark}"
     )
-    print("" if theirs is not None else " (not compared: --authors)")
-    sys.exit(bool(unequal))
+    sys.exit(num_unequal > 0)
 
 
 if __name__ == "__main__":

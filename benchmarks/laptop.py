@@ -19,7 +19,6 @@ adds to it.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -41,7 +40,19 @@ SAME = ("batch.updates_per_step=1", "objective.clip_grad=1.0")
 """as in the plain loop, not as in the quickstart"""
 SUFFIX = r"Answer in \boxed{}."
 
+VARIANTS = {
+    "PACS, groups apart": ("batch.groups=apart",),
+    "PACS, groups together": ("batch.groups=together",),
+    "GRPO": ("objective={name: grpo, clip_grad: 0.0}",),
+}
+FIXED = ("optimizer.lr=1e-12", "admission.truncated=judge")
+"""the same tokens in the same step of every variant; labels by the reward, so that most groups have
+both classes
+"""
+NOT_MEASURED = ("mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
 
+
+# -------------------------------------------------------------------------------------- plain loop
 class PlainLoop:
     """generate, reward, one forward, BCE on the leave-one-out score, AdamW."""
 
@@ -53,27 +64,29 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.problems = [
-            row["problem"] for row in json.loads((folder / "data" / "train.json").read_text())
-        ]
-        self.at = 0
+        rows = json.loads((folder / "data" / "train.json").read_text())
+        self.problems = [row["problem"] for row in rows]
+        self.position = 0
 
     def next_prompts(self) -> Any:
         """A left-padded batch of PROMPTS x SAMPLES rows."""
-        texts = [
-            self.tokenizer.apply_chat_template(
+        texts = []
+        for problem in self.problems[self.position : self.position + PROMPTS]:
+            text = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": f"{problem} {SUFFIX}"}],
                 tokenize=False,
                 add_generation_prompt=True,
             )
-            for problem in self.problems[self.at : self.at + PROMPTS]
-        ]
-        self.at = (self.at + PROMPTS) % (len(self.problems) - PROMPTS)
-        repeated = list(itertools.chain.from_iterable([text] * SAMPLES for text in texts))
-        return self.tokenizer(repeated, return_tensors="pt", padding=True, add_special_tokens=False)
+            texts += [text] * SAMPLES
+        self.position = (self.position + PROMPTS) % (len(self.problems) - PROMPTS)
+        return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
 
     def generate(self, prompts: Any) -> torch.Tensor:
-        """[n, prompt + response] token ids."""
+        """Samples a response to each prompt.
+
+        Returns:
+            int64 [n, prompt + response], token ids.
+        """
         with torch.inference_mode():
             ids = self.model.generate(
                 **prompts,
@@ -87,28 +100,46 @@ class PlainLoop:
         return ids.clone()
 
     def labels(self, responses: torch.Tensor) -> torch.Tensor:
+        """0 or 1 by the text: a random model has no correct answers.
+
+        Args:
+            responses: int64 [n, response], token ids.
+
+        Returns:
+            fp32 [n].
+        """
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return torch.tensor([float(sum(text.encode()) % 2) for text in texts])
 
     def update(self, prompts: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
+        """One forward and backward pass over all samples, and one optimizer step.
+
+        Args:
+            prompts: of `next_prompts`.
+            ids: int64 [n, prompt + response], token ids.
+            labels: fp32 [n].
+        """
         start = prompts["input_ids"].shape[1]
         responses = ids[:, start:]
-        ended = (responses == self.tokenizer.eos_token_id).cumsum(1)
-        mask = ((ended - (responses == self.tokenizer.eos_token_id).long()) == 0).float()
+        # 1 up to the first end of sequence, that token included.
+        is_end = responses == self.tokenizer.eos_token_id
+        mask = ((is_end.cumsum(1) - is_end.long()) == 0).float()
+
         attention = torch.cat([prompts["attention_mask"], mask.long()], dim=1)
-        logits = self.model(input_ids=ids[:, :-1], attention_mask=attention[:, :-1]).logits[
-            :, start - 1 :
-        ]
-        logprobs = torch.log_softmax(logits.float(), dim=-1).gather(2, responses[:, :, None])[
-            :, :, 0
-        ]
+        output = self.model(input_ids=ids[:, :-1], attention_mask=attention[:, :-1])
+        logits = output.logits[:, start - 1 :].float()
+        logprobs = torch.log_softmax(logits, dim=-1).gather(2, responses[:, :, None])[:, :, 0]
+
+        # PACS's loss: binary cross-entropy of leave-one-out scores, weighted by class.
         proxy = ((logprobs - logprobs.detach()) * mask).sum(1).view(PROMPTS, SAMPLES)
         psi = (proxy - proxy.mean(1, keepdim=True)) * SAMPLES / (SAMPLES - 1)
         y = labels.view(PROMPTS, SAMPLES)
         positives = y.sum(1, keepdim=True)
         own_class = torch.where(y == 1, positives, SAMPLES - positives)
         weights = torch.where(own_class == SAMPLES, 1.0, SAMPLES / (2 * own_class))
-        loss = (weights * F.binary_cross_entropy_with_logits(psi, y, reduction="none")).mean()
+        losses = F.binary_cross_entropy_with_logits(psi, y, reduction="none")
+        loss = (weights * losses).mean()
+
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -121,7 +152,8 @@ class PlainLoop:
         prompts = self.next_prompts()
         ids = self.generate(prompts)
         generated = time.perf_counter()
-        self.update(prompts, ids, self.labels(ids[:, prompts["input_ids"].shape[1] :]))
+        responses = ids[:, prompts["input_ids"].shape[1] :]
+        self.update(prompts, ids, self.labels(responses))
         return {
             "step": time.perf_counter() - begin,
             "generation": generated - begin,
@@ -129,61 +161,52 @@ class PlainLoop:
         }
 
 
-VARIANTS = {
-    "PACS, groups apart": ("batch.groups=apart",),
-    "PACS, groups together": ("batch.groups=together",),
-    "GRPO": ("objective={name: grpo, clip_grad: 0.0}",),
-}
-FIXED = ("optimizer.lr=1e-12", "admission.truncated=judge")
-"""the same tokens in the same step of every variant; labels by the reward, so that most groups have
-both classes
-"""
-NOT_MEASURED = ("mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
-
-
+# --------------------------------------------------------------------------- steps of many updates
 def compare_updates(folder: Path, steps: int, updates: int, rounds: int) -> None:
     """Prints CPU seconds of a step without generation, and their ratio to GRPO's, by round and for
     the shortest steps.
     """
     context = multiprocessing.get_context("spawn")
-    batch = (
+    common = (
         f"batch.updates_per_step={updates}",
         f"batch.prompts_per_step={PROMPTS}",
         *FIXED,
         *NOT_MEASURED,
     )
-    found: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     print(
         f"CPU seconds a step without generation, {steps} steps of {updates} updates; the ratio to "
         "GRPO"
     )
     for number in range(rounds):
         for name, overrides in VARIANTS.items():
+            run_dir = folder / f"{number} {name}"
             with ProcessPoolExecutor(1, context) as pool:
-                rows = pool.submit(
-                    run_one, folder / f"{number} {name}", folder, steps, (*batch, *overrides)
-                ).result()
-            found[name].append([row["cpu"] - row["generation_cpu"] for row in rows])
-        print_ratios(
-            f"median of round {number + 1}",
-            {name: statistics.median(all_[-1]) for name, all_ in found.items()},
-        )
-    shortest = {
-        name: statistics.mean(map(min, zip(*all_, strict=True))) for name, all_ in found.items()
-    }
+                job = pool.submit(run_one, run_dir, folder, steps, (*common, *overrides))
+                rows = job.result()
+            seconds[name].append([row["cpu"] - row["generation_cpu"] for row in rows])
+        medians = {name: statistics.median(of_rounds[-1]) for name, of_rounds in seconds.items()}
+        print_ratios(f"median of round {number + 1}", medians)
+
+    shortest = {}
+    for name, of_rounds in seconds.items():
+        shortest_steps = [min(step) for step in zip(*of_rounds, strict=True)]
+        shortest[name] = statistics.mean(shortest_steps)
     print_ratios(f"shortest of {rounds} rounds", shortest)
 
 
-def print_ratios(title: str, found: dict[str, float]) -> None:
-    ratios = "  ".join(
-        f"{name}: {value:.3f} s ({value / found['GRPO']:.3f})" for name, value in found.items()
-    )
-    print(f"{title}:  {ratios}", flush=True)
+def print_ratios(title: str, seconds: dict[str, float]) -> None:
+    """One line: the seconds of each variant and their ratio to GRPO's."""
+    ratios = [
+        f"{name}: {value:.3f} s ({value / seconds['GRPO']:.3f})" for name, value in seconds.items()
+    ]
+    print(f"{title}:  {'  '.join(ratios)}", flush=True)
 
 
 def run_one(
     run_dir: Path, folder: Path, steps: int, overrides: tuple[str, ...]
 ) -> list[dict[str, float]]:
+    """`run_loop` in a new process, with one thread."""
     torch.set_num_threads(1)
     return run_loop(folder, steps, *overrides, f"run.dir={run_dir}")
 
@@ -207,24 +230,26 @@ def main() -> int:
         before = [plain.step() for _ in range(options.steps // 2)]
         ours = run_loop(folder, options.steps, f"batch.prompts_per_step={PROMPTS}", *SAME)
         after = [plain.step() for _ in range(options.steps - options.steps // 2)]
-    rows = {"this package": ours, "plain loop": before + after}
-    medians = {
-        who: {
-            "with generation": statistics.median(row["step"] for row in steps),
-            "without generation": statistics.median(
-                row["step"] - row["generation"] for row in steps
-            ),
-            "CPU, with generation": statistics.median(row["cpu"] for row in steps),
-        }
-        for who, steps in rows.items()
-    }
+    our_medians = median_seconds(ours)
+    plain_medians = median_seconds(before + after)
+
     print(f"seconds a step, median of {options.steps}; one rank, one thread, {torch.__version__}")
     print(f"{'':<22} {'this package':>14} {'plain loop':>12} {'ratio':>7}")
-    for what in ("with generation", "without generation", "CPU, with generation"):
-        mine = medians["this package"][what]
-        theirs = medians["plain loop"][what]
-        print(f"{what:<22} {mine:>14.3f} {theirs:>12.3f} {mine / theirs:>7.2f}")
+    for name, our_s in our_medians.items():
+        plain_s = plain_medians[name]
+        print(f"{name:<22} {our_s:>14.3f} {plain_s:>12.3f} {our_s / plain_s:>7.2f}")
     return 0
+
+
+def median_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Title of a row -> median over the steps."""
+    return {
+        "with generation": statistics.median(step["step"] for step in steps),
+        "without generation": statistics.median(
+            step["step"] - step["generation"] for step in steps
+        ),
+        "CPU, with generation": statistics.median(step["cpu"] for step in steps),
+    }
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Ratio: TRL's median seconds over this package's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -44,10 +45,11 @@ def trl_rank(folder: Path, steps: int) -> None:
     def reward(completions: list[list[dict[str, str]]], **kwargs: object) -> list[float]:
         return [float(sum(completion[0]["content"].encode()) % 2) for completion in completions]
 
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{row['problem']} {SUFFIX}"}]}
-        for row in json.loads((folder / "data" / "train.json").read_text())
-    ]
+    rows = []
+    for row in json.loads((folder / "data" / "train.json").read_text()):
+        message = {"role": "user", "content": f"{row['problem']} {SUFFIX}"}
+        rows.append({"prompt": [message]})
+
     options = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
@@ -66,23 +68,23 @@ def trl_rank(folder: Path, steps: int) -> None:
         disable_tqdm=True,
         gradient_checkpointing=False,
     )
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
         reward_funcs=reward,
         args=options,
         train_dataset=Dataset.from_list(rows),
         callbacks=[Clock()],
-    ).train()
+    )
+    trainer.train()
     if os.environ["RANK"] == "0":
-        seconds = [
-            end - start
-            for start, end in zip(ends[WARMUP_STEPS - 1 :], ends[WARMUP_STEPS:], strict=False)
-        ]
+        counted = ends[WARMUP_STEPS - 1 :]
+        seconds = [end - start for start, end in itertools.pairwise(counted)]
         (folder / "trl.json").write_text(json.dumps(seconds))
 
 
 def run_trl(folder: Path, site: Path, steps: int) -> list[float]:
+    """Seconds of each step of TRL on two ranks."""
     command = [
         sys.executable,
         "-m",
@@ -90,16 +92,18 @@ def run_trl(folder: Path, site: Path, steps: int) -> list[float]:
         "--standalone",
         "--nproc-per-node=2",
         __file__,
+        "--rank-of",
+        str(folder),
+        "--steps",
+        str(steps),
     ]
-    start(
-        [*command, "--rank-of", str(folder), "--steps", str(steps)],
-        {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-    )
+    start(command, {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"})
     seconds: list[float] = json.loads((folder / "trl.json").read_text())
     return seconds
 
 
 def run_ours(folder: Path, tp: int, steps: int, round_number: int) -> list[float]:
+    """Seconds of each step of this package on two ranks."""
     run = folder / f"tp{tp}-{round_number}"
     overrides = (
         f"run.dir={run} run.steps={steps + WARMUP_STEPS} run.nproc=2 parallel.tp={tp} "
@@ -111,15 +115,16 @@ def run_ours(folder: Path, tp: int, steps: int, round_number: int) -> list[float
         "evaluation.k=[1] evaluation.sampling=null checkpoint.every=null"
     ).split()
     config = str(ROOT / "configs" / "runs" / "quickstart.yaml")
-    start(
-        [sys.executable, "-m", "pacs_megatron", "train", config, *overrides],
-        {"PYTHONPATH": str(ROOT)},
-    )
-    rows = [json.loads(line) for line in next(run.rglob("metrics.jsonl")).read_text().splitlines()]
+    command = [sys.executable, "-m", "pacs_megatron", "train", config, *overrides]
+    start(command, {"PYTHONPATH": str(ROOT)})
+
+    metrics = next(run.rglob("metrics.jsonl"))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [row["time/step_s"] for row in rows[WARMUP_STEPS:]]
 
 
 def start(command: list[str], variables: dict[str, str]) -> None:
+    """Runs a command to its end; exits with its error."""
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(
@@ -150,9 +155,9 @@ def main() -> int:
         for number in range(options.rounds):
             trl = statistics.median(run_trl(folder, options.trl, options.steps))
             line = f"round {number}: TRL {trl:.3f} s"
-            for tp in (1, 2):
+            for layout, tp in (("DP=2", 1), ("TP=2", 2)):
                 ours = statistics.median(run_ours(folder, tp, options.steps, number))
-                line += f"; {'DP=2' if tp == 1 else 'TP=2'} {ours:.3f} s, ratio {trl / ours:.2f}"
+                line += f"; {layout} {ours:.3f} s, ratio {trl / ours:.2f}"
             print(line, flush=True)
     return 0
 

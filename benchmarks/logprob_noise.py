@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file
 VOCAB = 256
 GROUP = 8
 SEQUENCES = 4
+LENGTHS = (256, 1024, 2048, 4096, 8192, 16384)
+"""tokens of a sample, as far as `--length` allows"""
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 16,
     "hidden_size": 64,
@@ -39,13 +41,22 @@ SHAPE: dict[str, Any] = {
 def markov_chain(
     rng: np.random.Generator, num_sequences: int, length: int, table: np.ndarray
 ) -> np.ndarray:
-    """int64 [num_sequences, length]; `table` [VOCAB, VOCAB] are cumulative transition
-    probabilities.
+    """Random sequences of a Markov chain.
+
+    Args:
+        rng: of the draws.
+        num_sequences: rows of the result.
+        length: tokens of each sequence.
+        table: [VOCAB, VOCAB], cumulative transition probabilities.
+
+    Returns:
+        int64 [num_sequences, length]; every sequence starts with token 0.
     """
     tokens = np.zeros((num_sequences, length), dtype=np.int64)
     for position in range(1, length):
         draws = rng.random(num_sequences)[:, None]
-        tokens[:, position] = (table[tokens[:, position - 1]] < draws).sum(1).clip(max=VOCAB - 1)
+        cumulative = table[tokens[:, position - 1]]
+        tokens[:, position] = (cumulative < draws).sum(1).clip(max=VOCAB - 1)
     return tokens
 
 
@@ -55,9 +66,8 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
 
     rng = np.random.default_rng(1)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), dtype=torch.float32
-    )
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loss = torch.zeros(())
     for _ in range(updates):
@@ -66,36 +76,44 @@ def train(folder: Path, table: np.ndarray, updates: int) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    tensors = {
-        name: tensor.detach().bfloat16().float().contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    kept = load_file(folder / "model.safetensors").keys()
-    save_file(
-        {name: tensors[name] for name in kept},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+
+    # The file keeps its tensors: a tied output matrix is not one of them.
+    file = folder / "model.safetensors"
+    weights = model.state_dict()
+    rounded = {}
+    for name in load_file(file):
+        rounded[name] = weights[name].detach().bfloat16().float().contiguous()
+    save_file(rounded, file, metadata={"format": "pt"})
     return float(loss.detach())
 
 
 def logprobs(
     folder: Path, tokens: np.ndarray, budget: int, ranks: int = 1, **options: Any
 ) -> np.ndarray:
-    """float64 [sequences, length - 1] of all tokens but the first."""
+    """Log-probs of all tokens but the first, by the policy.
+
+    Args:
+        folder: the model.
+        tokens: int64 [sequences, length].
+        budget: tokens of a micro-batch.
+        ranks: number of processes.
+        options: of `make_policy`, such as dtype or tp.
+
+    Returns:
+        float64 [sequences, length - 1], nats.
+    """
     from pacs_megatron.contracts import SampleFacts, TokenBuffers
     from tests.support.policies.policy_cases import make_part, make_policy
     from tests.support.ranks import run_ranks
 
     count, length = tokens.shape
-    whole = np.full(count, length - 1)
     facts = SampleFacts(
         ids=tuple(f"0:p{i}#0" for i in range(count)),
         groups=np.arange(count),
         labels=np.zeros(count),
         rewards=np.zeros(count),
         prompt_lens=np.ones(count, dtype=np.int64),
-        response_lens=whole,
+        response_lens=np.full(count, length - 1),
         truncated=np.zeros(count, dtype=bool),
     )
     buffers = TokenBuffers(
@@ -108,40 +126,47 @@ def logprobs(
 
     def on_rank(_rank: int, world: int) -> np.ndarray:
         policy = make_policy(folder, world, tokens_per_microbatch=budget, **options)
-        found = policy.logprobs(make_part(facts, buffers, policy, budget), "step_start")
-        return np.stack([found[row] for row in sorted(found)] or [np.zeros(0)]).astype(np.float64)
+        by_row = policy.logprobs(make_part(facts, buffers, policy, budget), "step_start")
+        rows = [by_row[row] for row in sorted(by_row)]
+        # Only the last pipeline stage has log-probs.
+        return np.stack(rows or [np.zeros(0)]).astype(np.float64)
 
     return run_ranks(on_rank, ranks, timeout=3000)[-1]
 
 
 def report(name: str, difference: np.ndarray, lengths: list[int]) -> None:
-    """One row a length: `difference` [sequences, tokens], cut into samples.
+    """Prints one row for each length.
 
     Siblings are the samples at the same place of all sequences, so what a place has in common is in
     sd(r) and not in sd(siblings), the sd of r without the mean of its place.
+
+    Args:
+        name: of the case.
+        difference: [sequences, tokens], nats, to the reference.
+        lengths: tokens of the samples that the sequences are cut into.
     """
     sigma = difference.std()
     bias = difference.mean()
-    within = (difference - difference.mean(0)).std() * (
-        len(difference) / (len(difference) - 1)
-    ) ** 0.5
+    num_sequences = len(difference)
+    unbiased = (num_sequences / (num_sequences - 1)) ** 0.5
+    within = (difference - difference.mean(0)).std() * unbiased
     print(
         f"{name:<24} sigma {sigma:.2e}  bias {bias:+.1e}  largest {abs(difference).max():.2e}  in "
         f"a place {within:.2e}"
     )
     for length in lengths:
         count = difference.shape[1] // length
-        sums = difference[:, : count * length].reshape(len(difference), count, length).sum(2)
+        samples = difference[:, : count * length].reshape(num_sequences, count, length)
+        sums = samples.sum(2)
         siblings = (((sums - sums.mean(0)) ** 2).sum() / (sums.size - count)) ** 0.5
         line = f"  T={length:>6}  sd(r) {sums.std():.2e}, predicted {sigma * length**0.5:.2e}"
         line += f"   sd(siblings) {siblings:.2e}   mean |r| {abs(sums).mean():.2e}"
         if sums.size >= 2 * GROUP:
-            groups = sums.reshape(-1)[: sums.size // GROUP * GROUP].reshape(-1, GROUP)
+            num_grouped = sums.size // GROUP * GROUP
+            groups = sums.reshape(-1)[:num_grouped].reshape(-1, GROUP)
             psi = (groups - groups.mean(1, keepdims=True)) * GROUP / (GROUP - 1)
-            line += (
-                f"   sd(psi) {psi.std():.2e}, predicted "
-                f"{sigma * (length + length / (GROUP - 1)) ** 0.5:.2e}"
-            )
+            predicted = sigma * (length + length / (GROUP - 1)) ** 0.5
+            line += f"   sd(psi) {psi.std():.2e}, predicted {predicted:.2e}"
         print(line + f"   ({sums.size} samples)", flush=True)
 
 
@@ -169,36 +194,43 @@ def main() -> None:
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    table = np.cumsum(rng.dirichlet(np.full(VOCAB, args.concentration), VOCAB), 1)
+    transitions = rng.dirichlet(np.full(VOCAB, args.concentration), VOCAB)
+    table = np.cumsum(transitions, 1)
+    num_tokens = args.length + 1
+    lengths = [length for length in LENGTHS if length <= args.length]
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_tiny_qwen3(Path(scratch) / "model", **SHAPE)
         loss = train(folder, table, args.updates)
-        tokens = markov_chain(np.random.default_rng(2), SEQUENCES, args.length + 1, table)
-        exact = logprobs(folder, tokens, args.length + 1)
+        tokens = markov_chain(np.random.default_rng(2), SEQUENCES, num_tokens, table)
+        exact = logprobs(folder, tokens, num_tokens)
         print(
             f"loss after {args.updates} updates: {loss:.3f} nats a token (uniform "
             f"{np.log(VOCAB):.3f})"
         )
-        lengths = [
-            length for length in (256, 1024, 2048, 4096, 8192, 16384) if length <= args.length
-        ]
-        found: dict[str, np.ndarray] = {}
-        cases: dict[str, dict[str, Any]] = {
-            "bf16": {"dtype": "bf16"},
-            "bf16, fp32 head": {"dtype": "bf16", "head": "fp32"},
-        }
-        if args.fp8:
-            for head in ("bf16", "fp32"):
-                fp8 = {"recipe": "tensorwise", "format": "hybrid"}
-                cases[f"FP8 emulated, {head} head"] = {"dtype": "bf16", "head": head, "fp8": fp8}
-        for name, options in cases.items():
-            found[name] = logprobs(folder, tokens, args.length + 1, **options)
-            report(name, found[name] - exact, lengths)
-        for layout in ("tp", "pp", "cp") if args.layouts else ():
-            other = logprobs(folder, tokens, args.length + 1, 2, dtype="bf16", **{layout: 2})
-            report(f"bf16, {layout} 2 and 1", other - found["bf16"], lengths)
-        packed = logprobs(folder, tokens, SEQUENCES * (args.length + 1), dtype="bf16")
-        report("bf16, packing", packed - found["bf16"], lengths)
+
+        by_case: dict[str, np.ndarray] = {}
+        for name, options in cases(with_fp8=args.fp8).items():
+            by_case[name] = logprobs(folder, tokens, num_tokens, **options)
+            report(name, by_case[name] - exact, lengths)
+        if args.layouts:
+            for axis in ("tp", "pp", "cp"):
+                split = logprobs(folder, tokens, num_tokens, 2, dtype="bf16", **{axis: 2})
+                report(f"bf16, {axis} 2 and 1", split - by_case["bf16"], lengths)
+        packed = logprobs(folder, tokens, SEQUENCES * num_tokens, dtype="bf16")
+        report("bf16, packing", packed - by_case["bf16"], lengths)
+
+
+def cases(*, with_fp8: bool) -> dict[str, dict[str, Any]]:
+    """Name -> options of the policy."""
+    options: dict[str, dict[str, Any]] = {
+        "bf16": {"dtype": "bf16"},
+        "bf16, fp32 head": {"dtype": "bf16", "head": "fp32"},
+    }
+    if with_fp8:
+        for head in ("bf16", "fp32"):
+            fp8 = {"recipe": "tensorwise", "format": "hybrid"}
+            options[f"FP8 emulated, {head} head"] = {"dtype": "bf16", "head": head, "fp8": fp8}
+    return options
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """A checkpoint of one Megatron-Core in another: the same norms and weights afterwards?
 
-    .venv/bin/python benchmarks/megatron_versions.py write FOLDER           0.16.1: three updates, a
-    save, two more updates
-    .venv-current/bin/python benchmarks/megatron_versions.py read FOLDER    0.19.2: loads it,
-    repeats the last two
+    .venv/bin/python benchmarks/megatron_versions.py write FOLDER
+    .venv-current/bin/python benchmarks/megatron_versions.py read FOLDER
 
-Exit code 1 if a bit of a norm or of a weight differs. Run it from the root of the repository with
-PYTHONPATH=.
+`write` (0.16.1): three updates, a save, two more updates. `read` (0.19.2) loads the checkpoint and
+repeats the last two. Exit code 1 if a bit of a norm or of a weight differs. Run it from the root of
+the repository with PYTHONPATH=.
 """
 
 from __future__ import annotations
@@ -58,17 +57,18 @@ def run(case: str, folder: Path, *, writes: bool) -> list[Any]:
             if rank == 0:
                 target.mkdir()
             dist.barrier()
-            wanted = state.sharded_state(policy, is_loading=False, with_reference=False)
-            prepare_sharded(wanted, target).write(target)
+            sharded = state.sharded_state(policy, is_loading=False, with_reference=False)
+            prepare_sharded(sharded, target).write(target)
         else:
-            wanted = state.sharded_state(policy, is_loading=True, with_reference=False)
-            state.load_sharded_state(policy, load_sharded(wanted, target))
+            sharded = state.sharded_state(policy, is_loading=True, with_reference=False)
+            state.load_sharded_state(policy, load_sharded(sharded, target))
+
         reports = train(policy, objective, STEPS[3:])
-        tensors = (tensor.float().numpy().tobytes() for _, tensor in policy.export_weights())
-        return [
-            *(repr(report.grad_norm) for report in reports),
-            hashlib.sha256(b"".join(tensors)).hexdigest(),
-        ]
+        norms = [repr(report.grad_norm) for report in reports]
+        digest = hashlib.sha256()
+        for _, tensor in policy.export_weights():
+            digest.update(tensor.float().numpy().tobytes())
+        return [*norms, digest.hexdigest()]
 
     return run_ranks(on_rank, 2)[0]
 
@@ -81,19 +81,21 @@ def main() -> int:
         f"{sys.argv[1]}: megatron-core {version('megatron-core')}, torch {torch.__version__}, "
         f"Python {sys.version[:6]}"
     )
-    different = 0
+    is_different = False
     for case in CASES:
-        found = run(case, folder, writes=writes)
+        result = run(case, folder, writes=writes)
+        first_norm, second_norm, digest = result
         file = folder / f"{case}.json"
+        verdict = ""
         if writes:
-            file.write_text(json.dumps(found))
-        same = json.loads(file.read_text()) == found
-        different += not same
-        verdict = "same" if same else "DIFFERENT"
-        if writes:
-            verdict = ""
-        print(f"{case:<22} {found[0]} {found[1]} {found[2][:16]} {verdict}")
-    return int(different > 0)
+            file.write_text(json.dumps(result))
+        elif json.loads(file.read_text()) == result:
+            verdict = "same"
+        else:
+            verdict = "DIFFERENT"
+            is_different = True
+        print(f"{case:<22} {first_norm} {second_norm} {digest[:16]} {verdict}")
+    return int(is_different)
 
 
 if __name__ == "__main__":

@@ -40,24 +40,26 @@ def train(
     """Runs training; returns the seconds of rollout and in total of every counted step."""
     from pacs_megatron.observability.metrics import read_metrics
 
-    rollout = (
-        f"{{engine: sglang, urls: ['{url}'], dtype: fp32, max_staleness: {max_staleness}, "
-        "max_in_flight: 4096, sampling: "
-        f"{{max_response_tokens: {MAX_TOKENS}}}, sync: {{transport: disk, verify: 'off', pause: "
-        f"in_place}}}}"
-    )
+    rollout = {
+        "engine": "sglang",
+        "urls": [url],
+        "dtype": "fp32",
+        "max_staleness": max_staleness,
+        "max_in_flight": 4096,
+        "sampling": {"max_response_tokens": MAX_TOKENS},
+        "sync": {"transport": "disk", "verify": "off", "pause": "in_place"},
+    }
     overrides = [
         f"run.name={name}",
         f"run.steps={steps}",
-        f"rollout={rollout}",
+        f"rollout={json.dumps(rollout)}",
         f"batch.prompts_per_step={prompts}",
-    ]
-    overrides += [
         f"batch.samples_per_prompt={SAMPLES_PER_PROMPT}",
         "batch.updates_per_step=1",
         "parallel.tp=1",
+        "batch.tokens_per_microbatch=1024",
+        "checkpoint.every=null",
     ]
-    overrides += ["batch.tokens_per_microbatch=1024", "checkpoint.every=null"]
     command = [sys.executable, "-m", "pacs_megatron.training.main", str(config), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -65,7 +67,9 @@ def train(
     )
     if done.returncode != 0:
         raise SystemExit(f"{name} failed: {done.stderr[-2000:]}")
-    rows = [row for row in read_metrics(folder / "runs" / name) if row["step"] > 1 + max_staleness]
+
+    all_rows = read_metrics(folder / "runs" / name)
+    rows = [row for row in all_rows if row["step"] > 1 + max_staleness]
     rollout_s = [row["time/rollout_s"] for row in rows]
     step_s = [row["time/step_s"] for row in rows]
     return {
@@ -95,10 +99,10 @@ def main() -> int:
         folder = Path(tmp)
         model = make_tiny_qwen3(folder / "model", tied=True, vocab_size=262)
         config = write_tiny_run(folder, model)
-        rows = [
-            {"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(max(64, args.prompts))
-        ]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with (folder / "train.jsonl").open("w") as file:
+            for number in range(max(64, args.prompts)):
+                row = {"problem": f"{number} + 1 = ?", "answer": str(number + 1)}
+                file.write(json.dumps(row) + "\n")
         # The server runs in this process; a garbage collection over torch's objects would pause it
         # for 0.2 s.
         gc.freeze()
@@ -117,10 +121,10 @@ def main() -> int:
             server.token_s = max(0.0, args.ratio * training_s - free["rollout_s"]) / tokens
             trial = measure("trial", 0)
             training_s = trial["step_s"] - trial["rollout_s"]
-            server.token_s = max(
-                0.0, server.token_s + (args.ratio * training_s - trial["rollout_s"]) / tokens
-            )
+            missing_s = args.ratio * training_s - trial["rollout_s"]
+            server.token_s = max(0.0, server.token_s + missing_s / tokens)
             results = [measure(f"lag{max_staleness}", max_staleness) for max_staleness in (0, 1, 2)]
+
     print(
         f"training {training_s:.3f} s a step, synchronous rollout {results[0]['rollout_s']:.3f} s"
     )
@@ -131,12 +135,15 @@ def main() -> int:
             f"{result['step_s']:7.3f} "
             f"{result['idle']:6.1%} {result['lag_mean']:9.2f}"
         )
-    print(
-        json.dumps(
-            {"training_s": training_s, "ratio": args.ratio, "results": results, "target": TARGET}
-        )
-    )
-    return 0 if max(result["idle"] for result in results[1:]) < TARGET else 1
+    summary = {
+        "training_s": training_s,
+        "ratio": args.ratio,
+        "results": results,
+        "target": TARGET,
+    }
+    print(json.dumps(summary))
+    is_met = max(result["idle"] for result in results[1:]) < TARGET
+    return 0 if is_met else 1
 
 
 def longest(server: Any, prompts: int) -> float:
@@ -146,15 +153,14 @@ def longest(server: Any, prompts: int) -> float:
     size = prompts * SAMPLES_PER_PROMPT
 
     def length(seed: int) -> int:
-        return len(
-            server.tokens(
-                {"sampling_params": {"sampling_seed": seed, "max_new_tokens": MAX_TOKENS}}
-            )
-        )
+        params = {"sampling_seed": seed, "max_new_tokens": MAX_TOKENS}
+        return len(server.tokens({"sampling_params": params}))
 
-    return statistics.mean(
-        max(length(batch * size + k) for k in range(size)) for batch in range(50)
-    )
+    lengths = []
+    for batch in range(50):
+        seeds = range(batch * size, (batch + 1) * size)
+        lengths.append(max(length(seed) for seed in seeds))
+    return statistics.mean(lengths)
 
 
 if __name__ == "__main__":

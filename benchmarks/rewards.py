@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -64,32 +65,53 @@ TASKS = (
 )
 PRELUDE = "from collections import *\nfrom functools import *\n"
 KINDS = {"right": "", "wrong": "\nprint('more')", "failing": "\nraise ValueError"}
+"""kind of a program -> what is appended to the right one"""
+ORDER = ("right", "wrong", "right", "failing")
 
 
-def programs(count: int) -> list[tuple[str, list[str], list[str], float]]:
-    """Program, inputs, expected outputs, known reward."""
+@dataclass(frozen=True)
+class Program:
+    """A program, its tests and the reward that it must get."""
+
+    code: str
+    inputs: list[str]
+    outputs: list[str]
+    reward: float
+
+    @property
+    def answer(self) -> str:
+        """The tests in the form of a data set's answer."""
+        tests = {"inputs": self.inputs, "outputs": self.outputs, "fn_name": None}
+        return json.dumps(tests)
+
+
+def programs(count: int) -> list[Program]:
+    """Programs of all tasks and kinds in turn."""
+    outputs: dict[tuple[int, int], str] = {}  # (task, k) -> output of the right program
     made = []
     for number in range(count):
-        given, code = TASKS[number % len(TASKS)]
-        kind = ("right", "wrong", "right", "failing")[number // len(TASKS) % 4]
-        inputs = [given(k) for k in range(number % 5, number % 5 + TESTS)]
-        made.append((code + KINDS[kind] + f"\n# {number}", inputs, float(kind == "right")))
-    cache: dict[tuple[str, str], str] = {}
+        task = number % len(TASKS)
+        kind = ORDER[number // len(TASKS) % len(ORDER)]
+        input_of, code = TASKS[task]
+        tests = range(number % 5, number % 5 + TESTS)
+        for k in tests:
+            if (task, k) not in outputs:
+                outputs[task, k] = plain_run(code, input_of(k))[1]
+        made.append(
+            Program(
+                # The number makes every program another one.
+                code=f"{code}{KINDS[kind]}\n# {number}",
+                inputs=[input_of(k) for k in tests],
+                outputs=[outputs[task, k] for k in tests],
+                reward=float(kind == "right"),
+            )
+        )
+    return made
 
-    def answer(code: str, text: str) -> str:
-        if (code, text) not in cache:
-            cache[code, text] = plain_run(
-                code.split("\nprint('more')")[0].split("\nraise")[0].split("\n#")[0], text
-            )[1]
-        return cache[code, text]
 
-    return [
-        (code, inputs, [answer(code.rsplit("\n#", 1)[0], text) for text in inputs], y)
-        for code, inputs, y in made
-    ]
-
-
+# ---------------------------------------------------------------------------------- the two judges
 def plain_run(code: str, text: str) -> tuple[int, str]:
+    """(exit code, standard output) of a program without isolation."""
     command = [sys.executable, "-I", "-c", PRELUDE + code]
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=6, check=False
@@ -97,55 +119,51 @@ def plain_run(code: str, text: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def plain(rows: list, workers: int) -> list[float]:
-    def judge(row) -> float:
-        code, inputs, outputs, _ = row
-        return float(
-            all(
-                plain_run(code, text) == (0, output)
-                for text, output in zip(inputs, outputs, strict=True)
-            )
-        )
+def plain_rewards(rows: list[Program], workers: int) -> list[float]:
+    """1 for each program that prints the expected output of all tests."""
+
+    def judge(row: Program) -> float:
+        for text, output in zip(row.inputs, row.outputs, strict=True):
+            if plain_run(row.code, text) != (0, output):
+                return 0.0
+        return 1.0
 
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(judge, rows))
 
 
-def sandboxed(rows: list, pool: CollectingPool) -> list[float | None]:
-    for number, (code, inputs, outputs, _) in enumerate(rows):
-        answer = json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": None})
-        pool.submit(str(number), prompt(answer), f"```python\n{code}\n```")
+def sandbox_rewards(rows: list[Program], pool: CollectingPool) -> list[float | None]:
+    """The rewards of `reward.name: code`."""
+    for number, row in enumerate(rows):
+        submit(pool, str(number), row.answer, row.code)
     verdicts = {verdict.key: verdict.reward for verdict in pool.results()}
     return [verdicts[str(number)] for number in range(len(rows))]
 
 
-def prompt(answer: str) -> Prompt:
-    return Prompt(id="own/0", text="", token_ids=np.zeros(1, np.int32), answer=answer, problem="")
+def submit(pool: CollectingPool, key: str, answer: str, code: str) -> None:
+    """Submits a program as a response."""
+    prompt = Prompt(id="own/0", text="", token_ids=np.zeros(1, np.int32), answer=answer, problem="")
+    pool.submit(key, prompt, f"```python\n{code}\n```")
 
 
-def hostile_round(rows: list, workers: int) -> dict:
+def attack_round(rows: list[Program], workers: int) -> dict:
+    """Judges hostile programs among right ones."""
     options = CodeReward(name="code", workers=workers, test_timeout_s=1.0, test_memory_gib=0.5)
-    right = [row for row in rows if row[3] == 1.0][: 2 * len(PROGRAMS)]
+    right = [row for row in rows if row.reward == 1.0][: 2 * len(PROGRAMS)]
     wrong = []
     with CollectingPool(options) as pool:
         for name, case in PROGRAMS.items():
-            pool.submit(
-                f"hostile {name}",
-                prompt(json.dumps(case.tests)),
-                f"```python\n{code_of(case)}\n```",
-            )
-        for number, (code, inputs, outputs, _) in enumerate(right):
-            answer = json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": None})
-            pool.submit(f"right {number}", prompt(answer), f"```python\n{code}\n```")
+            submit(pool, f"hostile {name}", json.dumps(case.tests), code_of(case))
+        for number, row in enumerate(right):
+            submit(pool, f"right {number}", row.answer, row.code)
+
         started = time.perf_counter()
         for verdict in pool.results():
-            expected = (
-                1.0 if verdict.key.startswith("right") else PROGRAMS[verdict.key.split()[1]].reward
-            )
+            kind, name = verdict.key.split()
+            expected = 1.0 if kind == "right" else PROGRAMS[name].reward
             if verdict.reward != expected:
-                wrong.append(
-                    f"{verdict.key}: {verdict.reward} ({verdict.failure or verdict.details})"
-                )
+                reason = verdict.failure or verdict.details
+                wrong.append(f"{verdict.key}: {verdict.reward} ({reason})")
     return {
         "hostile": len(PROGRAMS),
         "right": len(right),
@@ -155,11 +173,36 @@ def hostile_round(rows: list, workers: int) -> dict:
 
 
 def code_of(case: Attack) -> str:
-    return (
-        case.code.replace("FOLDER", str(ROOT))
-        .replace("PORT", "22")
-        .replace("PARENT", str(os.getpid()))
-    )
+    """The code of an attack on this machine."""
+    code = case.code.replace("FOLDER", str(ROOT))
+    return code.replace("PORT", "22").replace("PARENT", str(os.getpid()))
+
+
+# -------------------------------------------------------------------------------------------- main
+def timed_rounds(rows: list[Program], workers: int) -> tuple[dict[str, list[float]], list[str]]:
+    """Both judges in alternating order.
+
+    Returns:
+        Judge -> seconds of each round.
+        The programs that got another reward.
+    """
+    seconds: dict[str, list[float]] = {"sandbox": [], "plain": []}
+    wrong = []
+    with CollectingPool(CodeReward(name="code", workers=workers)) as pool:
+        for start in range(0, len(rows), ROUND):
+            batch = rows[start : start + ROUND]
+            order = ("sandbox", "plain") if start // ROUND % 2 else ("plain", "sandbox")
+            for name in order:
+                before = time.perf_counter()
+                if name == "sandbox":
+                    rewards = sandbox_rewards(batch, pool)
+                else:
+                    rewards = plain_rewards(batch, workers)
+                seconds[name].append(time.perf_counter() - before)
+                for row, reward in zip(batch, rewards, strict=True):
+                    if reward != row.reward:
+                        wrong.append(f"{name}: {row.code!r}")
+    return seconds, wrong
 
 
 def main() -> None:
@@ -171,36 +214,26 @@ def main() -> None:
     parser.add_argument("--log", type=Path)
     args = parser.parse_args()
     rows = programs(args.programs)
-    walls: dict[str, list[float]] = {"sandbox": [], "plain": []}
-    wrong = []
-    with CollectingPool(CodeReward(name="code", workers=args.workers)) as pool:
-        for start in range(0, len(rows), ROUND):
-            part = rows[start : start + ROUND]
-            for name in ("sandbox", "plain") if start // ROUND % 2 else ("plain", "sandbox"):
-                before = time.perf_counter()
-                found = sandboxed(part, pool) if name == "sandbox" else plain(part, args.workers)
-                walls[name].append(time.perf_counter() - before)
-                wrong += [
-                    f"{name}: {row[0]!r}" for row, y in zip(part, found, strict=True) if y != row[3]
-                ]
+    seconds, wrong = timed_rounds(rows, args.workers)
+    ratios = [
+        round(plain_s / sandbox_s, 2)
+        for plain_s, sandbox_s in zip(seconds["plain"], seconds["sandbox"], strict=True)
+    ]
+    bwrap = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
     report = {
         "programs": len(rows),
         "tests_a_program": TESTS,
         "workers": args.workers,
-        "programs_per_s": {name: len(rows) / sum(wall) for name, wall in walls.items()},
-        "rounds_ratio": sorted(
-            round(p / s, 2) for p, s in zip(walls["plain"], walls["sandbox"], strict=True)
-        ),
+        "programs_per_s": {name: len(rows) / sum(rounds) for name, rounds in seconds.items()},
+        "rounds_ratio": sorted(ratios),
         "wrong": wrong,
-        "hostile_round": hostile_round(rows, args.workers),
+        "hostile_round": attack_round(rows, args.workers),
         "load": os.getloadavg(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "bubblewrap": subprocess.run(
-            ["bwrap", "--version"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "bubblewrap": bwrap.stdout.strip(),
+        "median_ratio": statistics.median(ratios),
     }
-    report["median_ratio"] = statistics.median(report["rounds_ratio"])
     text = json.dumps(report, indent=2)
     print(text)
     if args.log is not None:

@@ -1,8 +1,7 @@
 """Output tokens/s of the rollout client beside SGLang's own `bench_serving`, on one server under
 the same load.
 
-python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url
-http://127.0.0.1:30000]
+    python benchmarks/rollout_client.py [--requests 512] [--tokens 64] [--rounds 5] [--url URL]
 
 Both request fixed-length responses with log-probs, not streamed, with the same number of requests
 in flight, in alternating order. Prints one JSON object (with the client's CPU time per request,
@@ -37,6 +36,7 @@ PROMPT_TOKENS = 16
 
 
 def options(args: argparse.Namespace) -> SglangRollout:
+    """The options of the client, and of a server without `--url`."""
     servers = SglangServers(
         python=(str(args.python),),
         device="cpu",
@@ -59,25 +59,26 @@ def ours(engine: SglangEngine, args: argparse.Namespace, round_number: int) -> t
     """
     rng = np.random.default_rng(round_number)
     params = SamplingOptions(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=args.tokens)
-    requests = [
-        SampleRequest(
-            id=f"{round_number}:{i}#0",
-            prompt_id=str(i),
+    requests = []
+    for number in range(args.requests):
+        request = SampleRequest(
+            id=f"{round_number}:{number}#0",
+            prompt_id=str(number),
             token_ids=rng.integers(0, 250, PROMPT_TOKENS).astype(np.int32),
-            seed=i,
+            seed=number,
             params=params,
         )
-        for i in range(args.requests)
-    ]
+        requests.append(request)
+
     began = time.perf_counter()
     cpu_began = time.process_time()
     num_tokens = sum(sample.response_len for sample in engine.stream(requests))
     seconds = time.perf_counter() - began
     cpu_s = time.process_time() - cpu_began
-    if num_tokens != args.requests * args.tokens:
+    expected = args.requests * args.tokens
+    if num_tokens != expected:
         raise SystemExit(
-            f"got {num_tokens} tokens, expected {args.requests * args.tokens}: does the server "
-            "ignore_eos?"
+            f"got {num_tokens} tokens, expected {expected}: does the server ignore_eos?"
         )
     return num_tokens / seconds, cpu_s / args.requests * 1000
 
@@ -86,51 +87,25 @@ def theirs(url: str, tokenizer: Path, args: argparse.Namespace, round_number: in
     """The same from bench_serving's own report."""
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp) / "report.jsonl"
-        command = [
-            str(args.python),
-            "-m",
-            "sglang.bench_serving",
-            "--backend",
-            "sglang",
-            "--base-url",
-            url,
-        ]
-        command += [
-            "--dataset-name",
-            "random-ids",
-            "--num-prompts",
-            str(args.requests),
-            "--tokenize-prompt",
-        ]
-        command += [
-            "--random-input-len",
-            str(PROMPT_TOKENS),
-            "--random-output-len",
-            str(args.tokens),
-        ]
-        command += [
-            "--random-range-ratio",
-            "1.0",
-            "--max-concurrency",
-            str(args.in_flight),
-            "--disable-stream",
-        ]
-        command += [
-            "--return-logprob",
-            "--temperature",
-            "1.0",
-            "--seed",
-            str(round_number),
-            "--disable-tqdm",
-        ]
-        command += [
-            "--tokenizer",
-            str(tokenizer),
-            "--model",
-            str(tokenizer),
-            "--output-file",
-            str(report),
-        ]
+        words = {
+            "--backend": "sglang",
+            "--base-url": url,
+            "--dataset-name": "random-ids",
+            "--num-prompts": args.requests,
+            "--random-input-len": PROMPT_TOKENS,
+            "--random-output-len": args.tokens,
+            "--random-range-ratio": 1.0,
+            "--max-concurrency": args.in_flight,
+            "--temperature": 1.0,
+            "--seed": round_number,
+            "--tokenizer": tokenizer,
+            "--model": tokenizer,
+            "--output-file": report,
+        }
+        flags = ["--tokenize-prompt", "--disable-stream", "--return-logprob", "--disable-tqdm"]
+        command = [str(args.python), "-m", "sglang.bench_serving", *flags]
+        for name, value in words.items():
+            command += [name, str(value)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"bench_serving failed: {done.stderr[-2000:]}")
@@ -170,26 +145,28 @@ def main() -> int:
         for number in range(1, args.rounds + 1):
             # Alternating order, so that a change of the host's load affects both.
             if number % 2:
-                (mine, cpu_ms) = ours(engine, args, number)
+                our_rate, cpu_ms = ours(engine, args, number)
                 reference = theirs(url, model, args, number)
             else:
                 reference = theirs(url, model, args, number)
-                (mine, cpu_ms) = ours(engine, args, number)
-            rounds.append(
-                {
-                    "ours": round(mine, 1),
-                    "bench_serving": round(reference, 1),
-                    "ratio": round(mine / reference, 4),
-                }
-                | {"client_cpu_ms_per_request": round(cpu_ms, 3)}
-            )
-            print(rounds[-1], file=sys.stderr, flush=True)
-    ratio = statistics.median(entry["ratio"] for entry in rounds)
-    print(
-        json.dumps(
-            {"unit": "output tokens/s", "rounds": rounds, "median_ratio": ratio, "target": TARGET}
-        )
-    )
+                our_rate, cpu_ms = ours(engine, args, number)
+            figures = {
+                "ours": round(our_rate, 1),
+                "bench_serving": round(reference, 1),
+                "ratio": round(our_rate / reference, 4),
+                "client_cpu_ms_per_request": round(cpu_ms, 3),
+            }
+            rounds.append(figures)
+            print(figures, file=sys.stderr, flush=True)
+
+    ratio = statistics.median(figures["ratio"] for figures in rounds)
+    summary = {
+        "unit": "output tokens/s",
+        "rounds": rounds,
+        "median_ratio": ratio,
+        "target": TARGET,
+    }
+    print(json.dumps(summary))
     return 0 if ratio >= TARGET else 1
 
 

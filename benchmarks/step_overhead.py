@@ -41,6 +41,8 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, which adds its seconds to `name` and its CPU seconds to `<name>_cpu`."""
+
         @functools.wraps(work)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -48,17 +50,19 @@ class Stopwatch:
             try:
                 return work(*args, **kwargs)
             finally:
-                self.seconds[f"{name}_cpu"] = (
-                    self.seconds.get(f"{name}_cpu", 0.0) + time.process_time() - start_cpu
-                )
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+                self._add(f"{name}_cpu", time.process_time() - start_cpu)
+                self._add(name, time.perf_counter() - start)
 
         return call
 
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
-        taken = self.seconds
+        """The seconds since the last call."""
+        seconds = self.seconds
         self.seconds = {}
-        return taken
+        return seconds
 
 
 @contextmanager
@@ -68,18 +72,16 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
     from pacs_megatron.policy import engine, schedule
     from pacs_megatron.training import loop
 
-    real = (
-        schedule.run_schedule,
-        engine.finalize_model_grads,
-        EmbeddedEngine._generate,
-        loop.train_step,
-    )
+    run_schedule = schedule.run_schedule
+    finalize_model_grads = engine.finalize_model_grads
+    generate = EmbeddedEngine._generate
+    train_step = loop.train_step
 
     def step(*args: Any) -> Any:
         watch.take()
         start = time.perf_counter()
         start_cpu = time.process_time()
-        result = real[3](*args)
+        result = train_step(*args)
         seconds = watch.take()
         model = seconds["schedule"] - seconds.get("reduction", 0.0)
         rows.append(
@@ -93,16 +95,17 @@ def instrumented(watch: Stopwatch, rows: list[dict[str, float]]) -> Any:
         )
         return result
 
-    schedule.run_schedule = watch.timed("schedule", real[0])
-    engine.finalize_model_grads = watch.timed("reduction", real[1])
-    EmbeddedEngine._generate = watch.timed("generation", real[2])  # type: ignore[method-assign]
+    schedule.run_schedule = watch.timed("schedule", run_schedule)
+    engine.finalize_model_grads = watch.timed("reduction", finalize_model_grads)
+    EmbeddedEngine._generate = watch.timed("generation", generate)  # type: ignore[method-assign]
     loop.train_step = step
     try:
         yield
     finally:
-        schedule.run_schedule, engine.finalize_model_grads = real[:2]
-        EmbeddedEngine._generate = real[2]  # type: ignore[method-assign]
-        loop.train_step = real[3]
+        schedule.run_schedule = run_schedule
+        engine.finalize_model_grads = finalize_model_grads
+        EmbeddedEngine._generate = generate  # type: ignore[method-assign]
+        loop.train_step = train_step
 
 
 def make_inputs(folder: Path) -> None:
@@ -122,30 +125,28 @@ def run_loop(folder: Path, steps: int, *overrides: str) -> list[dict[str, float]
     """
     from pacs_megatron.training.main import run_rank
 
+    settings = [
+        f"run.dir={folder}/runs",
+        f"run.steps={steps + WARMUP_STEPS}",
+        "parallel.tp=1",
+        f"model.path={folder}/model",
+        f"data.train.path={folder}/data/train.json",
+        "reward.name=custom",
+        f"reward.function={folder}/reward.py:reward",
+        "optimizer.lr=1e-6",
+        "optimizer.min_lr=0.0",
+        "optimizer.warmup_updates=0",
+        "evaluation.benchmarks=[]",
+        "evaluation.every=null",
+        "evaluation.samples_per_prompt=4",
+        "evaluation.k=[1]",
+        "evaluation.sampling=null",
+        "checkpoint.every=null",
+        *overrides,
+    ]
     rows: list[dict[str, float]] = []
     with instrumented(Stopwatch(), rows):
-        run_rank(
-            ROOT / "configs" / "runs" / "quickstart.yaml",
-            [
-                f"run.dir={folder}/runs",
-                f"run.steps={steps + WARMUP_STEPS}",
-                "parallel.tp=1",
-                f"model.path={folder}/model",
-                f"data.train.path={folder}/data/train.json",
-                "reward.name=custom",
-                f"reward.function={folder}/reward.py:reward",
-                "optimizer.lr=1e-6",
-                "optimizer.min_lr=0.0",
-                "optimizer.warmup_updates=0",
-                "evaluation.benchmarks=[]",
-                "evaluation.every=null",
-                "evaluation.samples_per_prompt=4",
-                "evaluation.k=[1]",
-                "evaluation.sampling=null",
-                "checkpoint.every=null",
-                *overrides,
-            ],
-        )
+        run_rank(ROOT / "configs" / "runs" / "quickstart.yaml", settings)
     return rows[WARMUP_STEPS:]
 
 
@@ -158,6 +159,7 @@ def main() -> int:
         folder = Path(name)
         make_inputs(folder)
         rows = run_loop(folder, options.steps, f"batch.updates_per_step={options.updates}")
+
     medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     shares = [1 - (row["model"] + row["generation"]) / row["step"] for row in rows]
     print(f"median of {len(rows)} steps, {options.updates} updates a step:")

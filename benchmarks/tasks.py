@@ -4,7 +4,7 @@
 working they write: after every column one goes on with probability `WORKED`, or stops and writes
 the whole sum. With all three columns written the model of the quickstart's size is nearly always
 right; from fewer it has to add the rest in one go, and is often wrong. Training on rewards has to
-make it work on, at three places; no error is planted.
+make it work on, at three places; the demonstrations have no errors.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ class Task:
 
 
 def partial_solution(problem: problems.Problem, *, worked: float, rng: random.Random) -> str:
-    """The first columns as in the quickstart, lowest first, and then the right sum."""
-    columns = (
-        problems.worked_solution(problem, carry_slip_prob=0.0, rng=rng).split(". ")[0].split(", ")
-    )
-    written = 0
-    while written < len(columns) and rng.random() < worked:
-        written += 1
-    working = f"{', '.join(columns[:written])}. " if written else ""
+    """The first columns as in the quickstart, lowest first, and then the right sum.
+
+    Args:
+        problem: two numbers.
+        worked: probability of each further column.
+        rng: of the draws.
+    """
+    solution = problems.worked_solution(problem, carry_slip_prob=0.0, rng=rng)
+    columns = solution.split(". ")[0].split(", ")
+    num_written = 0
+    while num_written < len(columns) and rng.random() < worked:
+        num_written += 1
+    working = f"{', '.join(columns[:num_written])}. " if num_written else ""
     return f"{working}\\boxed{{{sum(problem)}}}"
 
 
@@ -55,11 +60,11 @@ def write_partial(out_dir: Path, seed: int) -> None:
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, split in splits.items():
-        records = [
-            problems.as_record(problem, carry_slip_prob=0.0, rng=rng)
-            | {"solution": partial_solution(problem, worked=WORKED, rng=rng)}
-            for problem in split
-        ]
+        records = []
+        for problem in split:
+            record = problems.as_record(problem, carry_slip_prob=0.0, rng=rng)
+            record["solution"] = partial_solution(problem, worked=WORKED, rng=rng)
+            records.append(record)
         problems.write_records(out_dir / name, records)
 
 

@@ -2,9 +2,9 @@
 attention, FusedAdam.
 
     python benchmarks/te_modules.py --out results/modules
-    python benchmarks/te_modules.py --dry-run-cpu --out ...   # the same calls with torch on the CPU
-    in Transformer Engine's place
+    python benchmarks/te_modules.py --dry-run-cpu --out ...
 
+The dry run makes the same calls with torch on the CPU in Transformer Engine's place.
 Every call is compared with torch in fp32 on the CPU; a failed one has its reason in the table and
 ends with exit code 1.
 """
@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 TOKENS = 512
 WIDTH = 256
 HEADS = 4
+HEAD_DIM = 64
 EXPERTS = 4
 BOUNDS = [0, 100, 356, TOKENS]
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
@@ -34,15 +35,22 @@ LIMIT = {"bf16": 0.02, "tensorwise": 0.1, "delayed": 0.1, "blockwise": 0.1, "ada
 """largest allowed relative error (of the norm), by precision"""
 
 
-def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Largest relative error of the norm."""
-    pairs = [
-        (a.detach().float().cpu(), b.detach().float()) for a, b in zip(found, expected, strict=True)
-    ]
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+def error_of(values: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Largest relative error of the norm.
+
+    Args:
+        values: tensors of any device and dtype.
+        expected: fp32 tensors on the CPU, of the same shapes.
+    """
+    errors = []
+    for value, reference in zip(values, expected, strict=True):
+        difference = value.detach().float().cpu() - reference.detach().float()
+        errors.append(float(difference.norm() / reference.detach().float().norm()))
+    return max(errors)
 
 
 def autocast(recipe: str, dry: bool) -> Any:
+    """The context of a forward pass: FP8 with the recipe; nothing for bf16 and in a dry run."""
     if recipe == "bf16" or dry:
         return contextlib.nullcontext()
     import transformer_engine.pytorch as te
@@ -56,15 +64,26 @@ def autocast(recipe: str, dry: bool) -> Any:
     return te.fp8_autocast(enabled=True, fp8_recipe=kinds[recipe]())
 
 
+# ----------------------------------------------------------------------------------------- modules
 def linear(recipe: str, dry: bool) -> float:
-    """Output and both gradients."""
+    """Output and both gradients of one Linear.
+
+    Args:
+        recipe: of RECIPES.
+        dry: torch on the CPU in Transformer Engine's place.
+
+    Returns:
+        The largest relative error; the same for the functions below.
+    """
     x = torch.randn(TOKENS, WIDTH)
     weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
     grad = torch.randn(TOKENS, WIDTH)
+
     expected_x = x.clone().requires_grad_(True)
-    expected_w = weight.clone().requires_grad_(True)
-    expected = F.linear(expected_x, expected_w)
+    expected_weight = weight.clone().requires_grad_(True)
+    expected = F.linear(expected_x, expected_weight)
     expected.backward(grad)
+
     if dry:
         module: Any = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
     else:
@@ -73,23 +92,26 @@ def linear(recipe: str, dry: bool) -> float:
         module = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         module.weight.copy_(weight)
-    own = x.to(module.weight.device, torch.bfloat16).requires_grad_(True)
+    device_x = x.to(module.weight.device, torch.bfloat16).requires_grad_(True)
     with autocast(recipe, dry):
-        out = module(own)
+        out = module(device_x)
     out.backward(grad.to(out))
+
     return error_of(
-        [out, own.grad, module.weight.grad], [expected, expected_x.grad, expected_w.grad]
+        [out, device_x.grad, module.weight.grad],
+        [expected, expected_x.grad, expected_weight.grad],
     )
 
 
 def grouped(recipe: str, dry: bool) -> float:
-    """Experts with different numbers of tokens."""
+    """Experts with different numbers of tokens: the output."""
     sizes = [128, 0, 256, 128]
     x = torch.randn(sum(sizes), WIDTH)
     weights = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(EXPERTS)]
-    expected = torch.cat(
-        [F.linear(part, w) for part, w in zip(x.split(sizes), weights, strict=True)]
-    )
+    products = [
+        F.linear(part, weight) for part, weight in zip(x.split(sizes), weights, strict=True)
+    ]
+    expected = torch.cat(products)
     if dry:
         return error_of([expected.bfloat16()], [expected])
     import transformer_engine.pytorch as te
@@ -100,63 +122,81 @@ def grouped(recipe: str, dry: bool) -> float:
     with torch.no_grad():
         for number, weight in enumerate(weights):
             getattr(module, f"weight{number}").copy_(weight)
+    device_x = x.cuda().bfloat16().requires_grad_(True)
     with autocast(recipe, dry):
-        out = module(x.cuda().bfloat16().requires_grad_(True), sizes)
+        out = module(device_x, sizes)
     out.float().sum().backward()
     return error_of([out], [expected])
 
 
 def attention(_recipe: str, dry: bool) -> float:
     """Packed sequences, causal, with grouped queries: output and the gradient of the queries."""
-    q, k, v = (torch.randn(TOKENS, heads, 64) for heads in (HEADS, HEADS // 2, HEADS // 2))
-    q.requires_grad_(True)
-    parts = []
+    query = torch.randn(TOKENS, HEADS, HEAD_DIM)
+    key = torch.randn(TOKENS, HEADS // 2, HEAD_DIM)
+    value = torch.randn(TOKENS, HEADS // 2, HEAD_DIM)
+    query.requires_grad_(True)
+
+    # The reference: one sequence after the other.
+    outputs = []
     for start, stop in itertools.pairwise(BOUNDS):
-        one = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
-        parts.append(
-            F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-        )
-    expected = torch.cat(parts).reshape(TOKENS, -1)
+        # [tokens, heads, head_dim] -> [1, heads, tokens, head_dim]
+        sequence = [tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value)]
+        output = F.scaled_dot_product_attention(*sequence, is_causal=True, enable_gqa=True)
+        outputs.append(output[0].transpose(0, 1))
+    expected = torch.cat(outputs).reshape(TOKENS, -1)
     grad = torch.randn(expected.shape)
-    (expected_grad,) = torch.autograd.grad(expected, q, grad)
+    (expected_grad,) = torch.autograd.grad(expected, query, grad)
     if dry:
         return error_of([expected.bfloat16(), expected_grad], [expected, expected_grad])
     import transformer_engine.pytorch as te
 
     module = te.DotProductAttention(
         HEADS,
-        64,
+        HEAD_DIM,
         num_gqa_groups=HEADS // 2,
         attention_dropout=0.0,
         qkv_format="thd",
         attn_mask_type="padding_causal",
     )
-    own = [t.detach().cuda().bfloat16().requires_grad_(True) for t in (q, k, v)]
+    device_query, device_key, device_value = (
+        tensor.detach().cuda().bfloat16().requires_grad_(True) for tensor in (query, key, value)
+    )
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
-    lengths = {"max_seqlen_q": 256, "max_seqlen_kv": 256}
-    out = module(*own, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **lengths)
+    out = module(
+        device_query,
+        device_key,
+        device_value,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=256,
+        max_seqlen_kv=256,
+    )
     out.backward(grad.to(out))
-    return error_of([out, own[0].grad], [expected, expected_grad])
+    return error_of([out, device_query.grad], [expected, expected_grad])
 
 
 def adam(_recipe: str, dry: bool) -> float:
     """Three steps in fp32."""
-    if dry:
-        kind: Any = torch.optim.AdamW
-    else:
-        from transformer_engine.pytorch.optimizers import FusedAdam as kind  # noqa: N813
     start = torch.randn(4096)
-    results = []
-    for optimizer, device in ((torch.optim.AdamW, "cpu"), (kind, "cpu" if dry else "cuda")):
-        weight = torch.nn.Parameter(start.clone().to(device))
-        steps = optimizer([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        for _ in range(3):
-            weight.grad = weight.detach().sin()
-            steps.step()
-        results.append(weight.detach().cpu())
-    return error_of([results[1]], [results[0]])
+    expected = _adam_steps(torch.optim.AdamW, start)
+    if dry:
+        return error_of([_adam_steps(torch.optim.AdamW, start)], [expected])
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return error_of([_adam_steps(FusedAdam, start.cuda())], [expected])
 
 
+def _adam_steps(optimizer_class: Any, start: torch.Tensor) -> torch.Tensor:
+    """The weight on the CPU after three steps on its device."""
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_class([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for _ in range(3):
+        weight.grad = weight.detach().sin()
+        optimizer.step()
+    return weight.detach().cpu()
+
+
+# -------------------------------------------------------------------------------------------- main
 CALLS: dict[str, tuple[Callable[[str, bool], float], str]] = {
     **{f"Linear {recipe}": (linear, recipe) for recipe in RECIPES},
     **{f"GroupedLinear {recipe}": (grouped, recipe) for recipe in RECIPES},
@@ -174,29 +214,36 @@ def main() -> int:
         "--out", type=Path, required=True, help="folder for result.json and table.txt"
     )
     args = parser.parse_args()
-    rows: dict[str, dict[str, Any]] = {}
-    for name, (call, precision) in CALLS.items():
-        torch.manual_seed(0)
-        start = time.perf_counter()
-        try:
-            found = call(precision, args.dry_run_cpu)
-            rows[name] = {"error": found, "passed": found <= LIMIT[precision]}
-        except Exception as error:  # noqa: BLE001  the other calls are measured all the same
-            rows[name] = {
-                "passed": False,
-                "reason": f"{type(error).__name__}: {error}".splitlines()[0],
-            }
-        rows[name]["seconds"] = time.perf_counter() - start
-    where = "torch on the CPU in its place" if args.dry_run_cpu else torch.cuda.get_device_name()
-    lines = [f"Transformer Engine's modules against fp32 on the CPU; {where}"]
+    rows = {name: run_call(name, args.dry_run_cpu) for name in CALLS}
+
+    place = "torch on the CPU in its place" if args.dry_run_cpu else torch.cuda.get_device_name()
+    lines = [f"Transformer Engine's modules against fp32 on the CPU; {place}"]
     for name, row in rows.items():
         figure = f"relative error {row['error']:.1e}" if "error" in row else row["reason"]
-        lines.append(f"{name:>26} {'passed' if row['passed'] else 'FAILED'}  {figure}")
+        verdict = "passed" if row["passed"] else "FAILED"
+        lines.append(f"{name:>26} {verdict}  {figure}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "table.txt").write_text("\n".join(lines) + "\n")
     (args.out / "result.json").write_text(json.dumps(rows, indent=1))
     print("\n".join(lines))
     return 0 if all(row["passed"] for row in rows.values()) else 1
+
+
+def run_call(name: str, dry: bool) -> dict[str, Any]:
+    """The error of one call, or the reason why it failed, and its seconds."""
+    call, precision = CALLS[name]
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    row: dict[str, Any]
+    try:
+        error = call(precision, dry)
+        row = {"error": error, "passed": error <= LIMIT[precision]}
+    # The other calls are measured all the same.
+    except Exception as error:  # noqa: BLE001
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        row = {"passed": False, "reason": reason}
+    row["seconds"] = time.perf_counter() - start
+    return row
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ buckets. Prints one JSON object. GB = 10^9 bytes of bf16 weights.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -32,18 +33,25 @@ from pacs_megatron.training.push import push
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 START_S = 600.0
+TRANSPORTS = ("disk", "broadcast", "ipc")
 
 
 def plain_copy(weights: dict[str, torch.Tensor], repeats: int) -> float:
-    """GB/s of a copy of every tensor into allocated memory."""
-    into = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    """GB/s of a copy of every tensor into allocated memory.
+
+    Args:
+        weights: name -> tensor.
+        repeats: copies; the median counts.
+    """
+    copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     rates = []
     for _ in range(repeats):
         began = time.perf_counter()
         for name, tensor in weights.items():
-            into[name].copy_(tensor)
-        rates.append(num_bytes / (time.perf_counter() - began) / 1e9)
+            copies[name].copy_(tensor)
+        seconds = time.perf_counter() - began
+        rates.append(num_bytes / seconds / 1e9)
     return statistics.median(rates)
 
 
@@ -65,6 +73,35 @@ class Packing:
         """Nothing: the memory stays for the next update."""
 
 
+def figures(seconds: float, num_bytes: int) -> dict[str, float]:
+    """Seconds and GB/s, as they are printed."""
+    return {"seconds": round(seconds, 3), "gb_per_s": round(num_bytes / seconds / 1e9, 3)}
+
+
+def sync_options(args: argparse.Namespace, transport: str, verify: str) -> SglangRollout:
+    """The options of one managed server and one transport."""
+    return SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(
+            transport=transport,
+            verify=verify,
+            bucket_mib=args.bucket_mib,
+            timeout_s=120.0,
+        ),
+        servers=SglangServers(python=(str(args.python),), device="cpu", max_total_tokens=4096),
+    )
+
+
+def packing_seconds(weights: dict[str, torch.Tensor], bucket_mib: int, repeats: int) -> float:
+    """Median seconds of the trainer's own work; the first push is not counted."""
+    packing = Packing(bucket_mib << 20)
+    seconds = []
+    for version in range(repeats + 1):
+        seconds.append(push(version, weights.items(), [packing]).seconds)
+    return statistics.median(seconds[1:])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,74 +117,48 @@ def main() -> int:
 
     from tests.support.tiny_models import make_tiny_qwen3
 
-    shape = {
-        "hidden_size": args.hidden,
-        "intermediate_size": 3 * args.hidden,
-        "num_hidden_layers": args.layers,
-    }
-    shape |= {"num_attention_heads": 8, "head_dim": args.hidden // 8, "vocab_size": 32000}
     with ExitStack() as stack:
         tmp = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = make_tiny_qwen3(tmp / "model", dtype="bfloat16", **shape)
+        model = make_tiny_qwen3(
+            tmp / "model",
+            dtype="bfloat16",
+            hidden_size=args.hidden,
+            intermediate_size=3 * args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=8,
+            head_dim=args.hidden // 8,
+            vocab_size=32000,
+        )
         weights = load_file(model / "model.safetensors")
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        servers = SglangServers(python=(str(args.python),), device="cpu", max_total_tokens=4096)
-
-        def options(transport: str, verify: str) -> SglangRollout:
-            sync = {
-                "transport": transport,
-                "verify": verify,
-                "bucket_mib": args.bucket_mib,
-                "timeout_s": 120.0,
-            }
-            sampling = SamplingOptions(max_response_tokens=1)
-            return SglangRollout(
-                engine="sglang", sampling=sampling, sync=SglangSync(**sync), servers=servers
-            )
-
-        specs = server_specs(options("disk", "off"), ModelOptions(path=str(model)), tmp)
+        run = sync_options(args, "disk", "off")
+        specs = server_specs(run, ModelOptions(path=str(model)), tmp)
         [server] = start_servers(specs, START_S)
         stack.callback(server.close)
+
         result: dict[str, object] = {
             "bytes": num_bytes,
             "bucket_mib": args.bucket_mib,
             "threads": torch.get_num_threads(),
+            "plain_copy_gb_per_s": round(plain_copy(weights, args.repeats), 2),
         }
-        result["plain_copy_gb_per_s"] = round(plain_copy(weights, args.repeats), 2)
-        packing = Packing(args.bucket_mib << 20)
-        own = [
-            push(number, weights.items(), [packing]).seconds for number in range(args.repeats + 1)
-        ][1:]
-        seconds_s = statistics.median(own)
-        result["trainer"] = {
-            "seconds": round(seconds_s, 3),
-            "gb_per_s": round(num_bytes / seconds_s / 1e9, 3),
-        }
+        trainer_s = packing_seconds(weights, args.bucket_mib, args.repeats)
+        result["trainer"] = figures(trainer_s, num_bytes)
+
         version = 0
-        for transport in ("disk", "broadcast", "ipc"):
-            for verify in ("off", "full"):
-                run = options(transport, verify)
-                sync = server_sync(run, load_spec(model), tmp / "weights")
-                sync.set_targets(server_apis(run, (server.url,)))
-                seconds = []
-                for _ in range(args.repeats + 1):  # the first one connects and is not counted
-                    version += 1
-                    push(version, weights.items(), [sync])
-                    seconds.append(sync.report.seconds)
-                sync.close()
-                median = statistics.median(seconds[1:])
-                rate = num_bytes / median / 1e9
-                result[f"{transport}_verify_{verify}"] = {
-                    "seconds": round(median, 3),
-                    "gb_per_s": round(rate, 3),
-                }
-                print(
-                    transport,
-                    verify,
-                    result[f"{transport}_verify_{verify}"],
-                    file=sys.stderr,
-                    flush=True,
-                )
+        for transport, verify in itertools.product(TRANSPORTS, ("off", "full")):
+            run = sync_options(args, transport, verify)
+            sync = server_sync(run, load_spec(model), tmp / "weights")
+            sync.set_targets(server_apis(run, (server.url,)))
+            seconds = []
+            for _ in range(args.repeats + 1):  # the first one connects and is not counted
+                version += 1
+                push(version, weights.items(), [sync])
+                seconds.append(sync.report.seconds)
+            sync.close()
+            row = figures(statistics.median(seconds[1:]), num_bytes)
+            result[f"{transport}_verify_{verify}"] = row
+            print(transport, verify, row, file=sys.stderr, flush=True)
     print(json.dumps(result))
     return 0
 
