@@ -1,10 +1,10 @@
-"""The documentation site:
+"""The documentation site.
 
 `make docs` builds it from the Markdown files as they are read in the repository.
 """
 
-import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,27 @@ def add_generated_text(_app: Sphinx, document: str, content: list[str]) -> None:
     if document == "docs/reference":
         content[0] += reference.markdown()
     if document == root_doc:
-        folders = {
-            title: sorted(HERE.glob(f"{title.lower()}/*.md"))
-            for title in ("Measurements", "Decisions")
-        }
-        pages = itertools.chain.from_iterable(_CONTENTS.values())
-        listed = {Path(page).name for page in pages} | {"README"}
-        folders |= {"Others": sorted(path for path in HERE.glob("*.md") if path.stem not in listed)}
-        contents = _CONTENTS | {
-            t: [str(path.relative_to(HERE)) for path in found] for t, found in folders.items()
-        }
-        for title, pages in contents.items():
-            content[0] += (
-                f"\n```{{toctree}}\n:caption: {title}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
-            )
+        for title, pages in _contents().items():
+            lines = ["", "```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```", ""]
+            content[0] += "\n".join(lines)
+
+
+def _contents() -> dict[str, list[str]]:
+    """Title -> pages of the table of contents, with all files of docs/."""
+    contents = dict(_CONTENTS)
+    for title in ("Measurements", "Decisions"):
+        contents[title] = _page_names(HERE.glob(f"{title.lower()}/*.md"))
+
+    listed = {"README"}
+    for pages in _CONTENTS.values():
+        listed.update(Path(page).name for page in pages)
+    others = [path for path in HERE.glob("*.md") if path.stem not in listed]
+    contents["Others"] = _page_names(others)
+    return contents
+
+
+def _page_names(paths: Iterable[Path]) -> list[str]:
+    return [str(path.relative_to(HERE)) for path in sorted(paths)]
 
 
 def write_index(app: Sphinx, failure: Exception | None) -> None:

@@ -1,6 +1,5 @@
 """Tables of every configuration key, from the schema."""
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -33,23 +32,32 @@ def markdown() -> str:
 
 
 def _rows(schema: Schema, prefix: str, defs: Schema) -> Iterator[str]:
+    """One row of Markdown for each key of a section and of the sections in it.
+
+    Args:
+        schema: of the section.
+        prefix: its dotted key.
+        defs: name -> schema, for references.
+    """
     for name, field in schema["properties"].items():
-        key = f"{prefix}.{name}"
         if "const" in field:
             continue  # the choice of the strategy, in the heading
+        key = f"{prefix}.{name}"
         nested = _objects(field, defs)
         meaning = field.get("description", "")
         if not meaning and not nested:
             logger.warning("configuration key %s has no description", key)
+
         if meaning or not nested:
-            default = (
-                _code(json.dumps(field["default"])) if "default" in field and not nested else ""
-            )
-            required = "required" if name in schema.get("required", ()) else default
-            yield f"| `{key}` | {_type(field, defs)} | {required} | {_cell(meaning)} |"
+            default = ""
+            if name in schema.get("required", ()):
+                default = "required"
+            elif "default" in field and not nested:
+                default = _code(json.dumps(field["default"]))
+            yield f"| `{key}` | {_type(field, defs)} | {default} | {_cell(meaning)} |"
         for variant in nested:
-            inside = f"{key}.0" if field.get("type") == "array" else key
-            yield from _rows(variant, inside, defs)
+            inner_prefix = f"{key}.0" if field.get("type") == "array" else key
+            yield from _rows(variant, inner_prefix, defs)
 
 
 def _objects(field: Schema, defs: Schema) -> list[Schema]:
@@ -58,31 +66,34 @@ def _objects(field: Schema, defs: Schema) -> list[Schema]:
     """
     if "$ref" in field:
         return [defs[field["$ref"].rpartition("/")[2]]]
-    found = (
-        [field["items"]] if "items" in field else [*field.get("oneOf", ()), *field.get("anyOf", ())]
-    )
-    return list(itertools.chain.from_iterable(_objects(option, defs) for option in found))
+    options = [field["items"]] if "items" in field else _options(field)
+    objects: list[Schema] = []
+    for option in options:
+        objects += _objects(option, defs)
+    return objects
+
+
+def _options(field: Schema) -> list[Schema]:
+    """The alternatives of a field."""
+    return [*field.get("oneOf", ()), *field.get("anyOf", ())]
 
 
 def _choice(variant: Schema) -> str:
-    return next(
-        (
-            f"{name}: {field['const']}"
-            for name, field in variant["properties"].items()
-            if "const" in field
-        ),
-        "",
-    )
+    """`engine: sglang` for the section of a strategy, else empty."""
+    for name, field in variant["properties"].items():
+        if "const" in field:
+            return f"{name}: {field['const']}"
+    return ""
 
 
 def _type(field: Schema, defs: Schema) -> str:
+    """The type of a field in words."""
     if "enum" in field:
         return ", ".join(_code(json.dumps(value).strip('"')) for value in field["enum"])
     if "anyOf" in field or "oneOf" in field:
-        types = (
-            _type(option, defs) for option in [*field.get("anyOf", ()), *field.get("oneOf", ())]
-        )
-        return " or ".join(dict.fromkeys(types))
+        options = [*field.get("anyOf", ()), *field.get("oneOf", ())]
+        types = [_type(option, defs) for option in options]
+        return " or ".join(dict.fromkeys(types))  # without repetitions
     if "$ref" in field:
         return "section"
     if field.get("type") == "array":
@@ -91,10 +102,10 @@ def _type(field: Schema, defs: Schema) -> str:
 
 
 def _limits(field: Schema) -> str:
-    names = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    return "".join(
-        f" {sign} {field[name]}" for name, sign in names.items() if name in field
-    ).replace("|", "")
+    """The limits of a number."""
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f" {sign} {field[name]}" for name, sign in signs.items() if name in field]
+    return "".join(limits).replace("|", "")
 
 
 def _code(text: str) -> str:
@@ -102,4 +113,5 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
+    """One line without column separators."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +161,11 @@ class Checkout:
         self.is_old = not any("max_staleness" in source.read_text() for source in sources)
 
     def command(self, *arguments: str) -> list[str]:
+        """Words of a command of this checkout."""
         return [sys.executable, "-m", "pacs_megatron", *arguments]
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """Starts a command; its output goes to log.txt."""
         environment = os.environ | {
             "PYTHONPATH": str(self.root),
             "OMP_NUM_THREADS": "1",
@@ -175,9 +177,11 @@ class Checkout:
         )
 
     def run(self, *arguments: str, expected: int = 0) -> None:
+        """Runs a command to its end."""
         self.finish(self.start(self.command(*arguments)), expected)
 
     def finish(self, process: subprocess.Popen[bytes], expected: int = 0) -> None:
+        """Waits for a process; exits with its log if it has another exit code."""
         code = process.wait(timeout=LIMIT_S)
         if code != expected:
             log = (self.work / "log.txt").read_text(errors="replace")
@@ -189,8 +193,9 @@ class Checkout:
     def config(self, options: Mapping[str, Any]) -> str:
         """Path of a file with these options, under the names that this checkout knows."""
         tree: dict[str, Any] = {}
-        for old, value in (options | {"run.dir": str(self.work)}).items():
-            *parents, last = (old if self.is_old else RENAMED_KEYS.get(old, old)).split(".")
+        for old_key, value in (options | {"run.dir": str(self.work)}).items():
+            key = old_key if self.is_old else RENAMED_KEYS.get(old_key, old_key)
+            *parents, last = key.split(".")
             node = tree
             for parent in parents:
                 node = node.setdefault(parent, {})
@@ -205,25 +210,23 @@ class Checkout:
         Old names.
         """
         folder = self.work / name
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = []
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            metrics.append({self._old(key): row[key] for key in row if self._is_compared(key)})
         return {
-            "metrics": [
-                {self._old(key): row[key] for key in row if self._is_compared(key)} for row in rows
-            ],
+            "metrics": metrics,
             "weights": digests(folder / "hf", "*.safetensors"),
-            "rollouts": digests(
-                folder / "rollouts", "*.jsonl"
-            ),  # the format of exact records is a release's own
+            # Not the exact records: their format is a release's own.
+            "rollouts": digests(folder / "rollouts", "*.jsonl"),
         }
 
     def _is_compared(self, key: str) -> bool:
-        return (
-            not key.startswith("time/")
-            and "per_s" not in key
-            and key not in NEW_METRICS + CORRECTED_METRICS
-        )
+        is_time = key.startswith("time/") or "per_s" in key
+        return not is_time and key not in NEW_METRICS + CORRECTED_METRICS
 
     def _old(self, key: str) -> str:
+        """The old name of a metric."""
         for old, new in METRIC_KEYS.items():
             if key.startswith(new):
                 return old + key.removeprefix(new)
@@ -231,28 +234,41 @@ class Checkout:
 
 
 def digests(folder: Path, pattern: str) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob(pattern) if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-    }
+    """Relative path -> SHA-256 of each file that matches."""
+    hashes = {}
+    for path in sorted(folder.rglob(pattern)):
+        if path.is_file():
+            hashes[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def with_data(checkout: Checkout, options: Mapping[str, Any], model: Path) -> dict[str, Any]:
+    """The options with the quickstart's model and data: problems and a benchmark for a run that
+    evaluates, else demonstrations.
+    """
     data = checkout.inputs / "data"
+    if "evaluation.every" not in options:
+        train = data / "demonstrations.json"
+        return {**options, "model.path": str(model), "data.train.path": str(train)}
     benchmark = {"path": str(data / "test.json"), "preset": "deepscaler", "name": "test"}
-    benchmarks = {"evaluation.benchmarks": [benchmark]} if "evaluation.every" in options else {}
-    train = data / ("train.json" if benchmarks else "demonstrations.json")
-    return {**options, **benchmarks, "model.path": str(model), "data.train.path": str(train)}
+    return {
+        **options,
+        "evaluation.benchmarks": [benchmark],
+        "model.path": str(model),
+        "data.train.path": str(data / "train.json"),
+    }
 
 
 def quickstart(checkout: Checkout) -> Facts:
-    checkout.run(
-        "train", checkout.config(with_data(checkout, WARM_START, checkout.inputs / "model"))
-    )
-    checkout.run("train", checkout.config(with_data(checkout, PACS, checkout.work / "warm" / "hf")))
+    """A warm start, then PACS."""
+    warm_start = with_data(checkout, WARM_START, checkout.inputs / "model")
+    checkout.run("train", checkout.config(warm_start))
+    pacs = with_data(checkout, PACS, checkout.work / "warm" / "hf")
+    checkout.run("train", checkout.config(pacs))
+
     warm = checkout.facts("warm")
-    for row in warm["metrics"]:  # a run without rewards had reward/mean 1.0
+    # A run without rewards had reward/mean 1.0.
+    for row in warm["metrics"]:
         row.pop("reward/mean", None)
         row.pop("reward/label_mean", None)
     return {"warm": warm, "pacs": checkout.facts("pacs")}
@@ -277,32 +293,28 @@ def resumed(checkout: Checkout) -> Facts:
 
 
 def conversion(checkout: Checkout) -> Facts:
-    source, there, back = (checkout.work / name for name in ("warm/hf", "converted", "back"))
-    checkout.run("convert", "to-megatron", "--hf", str(source), "--out", str(there))
-    checkout.run("convert", "to-hf", "--checkpoint", str(there), "--out", str(back))
-    # Files of the Megatron side hold random ids, so its tensors are compared: the certificate has
-    # their digests.
-    certificate = json.loads((there / "certificate.json").read_text())
+    """The warm start's model to Megatron and back."""
+    source = checkout.work / "warm" / "hf"
+    converted = checkout.work / "converted"
+    back = checkout.work / "back"
+    checkout.run("convert", "to-megatron", "--hf", str(source), "--out", str(converted))
+    checkout.run("convert", "to-hf", "--checkpoint", str(converted), "--out", str(back))
+
+    # Files of the Megatron side contain random ids, so its tensors are compared: the certificate
+    # has their digests.
+    certificate = json.loads((converted / "certificate.json").read_text())
     tensors = {tensor["name"]: tensor["xxh3_128"] for tensor in certificate["megatron"]["tensors"]}
     return {"megatron": tensors, "hf": digests(back, "*.safetensors")}
 
 
 def sglang(checkout: Checkout) -> Facts:
+    """A run that receives recorded samples."""
     from tests.support.servers.recorded_sglang import RecordedSglang
 
     work = checkout.work
     (work / "reward.py").write_text(REWARD)
-    rows = {
-        "train": [
-            {"problem": f"{a} + {b} = ?", "answer": str(a + b)}
-            for a, b in itertools.product(range(4), repeat=2)
-        ],
-        "test": [{"problem": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(4)],
-    }
-    for name, records in rows.items():
-        (work / f"{name}.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
+    write_sums(work / "train.jsonl", list(itertools.product(range(4), repeat=2)))
+    write_sums(work / "test.jsonl", [(number, 1) for number in range(4)])
     columns = {"problem": "problem", "answer": "answer"}
     with RecordedSglang(checkout.inputs / "samples") as server:
         options = SGLANG | {
@@ -318,34 +330,46 @@ def sglang(checkout: Checkout) -> Facts:
     return checkout.facts("sglang")
 
 
+def write_sums(file: Path, pairs: Sequence[tuple[int, int]]) -> None:
+    """A problem and its answer for each pair of numbers."""
+    lines = []
+    for a, b in pairs:
+        record = {"problem": f"{a} + {b} = ?", "answer": str(a + b)}
+        lines.append(json.dumps(record) + "\n")
+    file.write_text("".join(lines))
+
+
 CASES = {"quickstart": quickstart, "resumed": resumed, "conversion": conversion, "sglang": sglang}
 
 
 def collect(root: Path, inputs: Path, cases: list[str]) -> dict[str, Facts]:
-    found = {}
+    """Runs the cases in a checkout: case -> its results."""
+    facts = {}
     with tempfile.TemporaryDirectory(prefix="compare-bits-") as work:
         checkout = Checkout(root.resolve(), inputs.resolve(), Path(work))
         for name in cases:
             begin = time.monotonic()
-            found[name] = CASES[name](checkout)
+            facts[name] = CASES[name](checkout)
             print(f"{name}: ran in {time.monotonic() - begin:.0f} s", flush=True)
-    return found
+    return facts
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+    """A line for each value that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            yield from differences(
-                old.get(key, "(missing)"), new.get(key, "(missing)"), f"{where}/{key}"
-            )
+        for key in old | new:
+            old_value = old.get(key, "(missing)")
+            new_value = new.get(key, "(missing)")
+            yield from differences(old_value, new_value, f"{where}/{key}")
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, pair in enumerate(zip(old, new, strict=True)):
-            yield from differences(*pair, f"{where}/{index}")
+        for index, (old_value, new_value) in enumerate(zip(old, new, strict=True)):
+            yield from differences(old_value, new_value, f"{where}/{index}")
     elif old != new:
         yield f"{where}: {old!r:.80} -> {new!r:.80}"
 
 
 def make_inputs(folder: Path, options: argparse.Namespace) -> None:
+    """The inputs of both checkouts."""
     from examples.quickstart.model import build_model
     from examples.quickstart.problems import write_problems
 
@@ -370,32 +394,28 @@ def main() -> int:
     )
     options = parser.parse_args()
     path = options.folder / "facts.json"
+    inputs = options.folder / "inputs"
     if options.verb == "record":
         if "sglang" in options.cases and None in (options.samples, options.model):
             parser.error(
                 "the case sglang needs --samples and --model; or leave it out: --cases quickstart "
                 "resumed conversion"
             )
-        make_inputs(options.folder / "inputs", options)
-        path.write_text(
-            json.dumps(
-                collect(options.checkout, options.folder / "inputs", options.cases), indent=1
-            )
-        )
+        make_inputs(inputs, options)
+        facts = collect(options.checkout, inputs, options.cases)
+        path.write_text(json.dumps(facts, indent=1))
         return 0
+
     if not path.is_file():
         parser.error(f"{path} does not exist: `record` in the old checkout comes first")
     recorded = json.loads(path.read_text())
     old = {name: recorded[name] for name in options.cases}
-    found = list(
-        differences(old, collect(options.checkout, options.folder / "inputs", options.cases))
-    )
+    lines = list(differences(old, collect(options.checkout, inputs, options.cases)))
     for name in options.cases:
-        mine = [line for line in found if line.startswith(f"/{name}/")]
-        print(
-            f"{name}: {'equal' if not mine else f'{len(mine)} differences'}", *mine[:20], sep="\n  "
-        )
-    return 1 if found else 0
+        lines_of_case = [line for line in lines if line.startswith(f"/{name}/")]
+        verdict = f"{len(lines_of_case)} differences" if lines_of_case else "equal"
+        print(f"{name}: {verdict}", *lines_of_case[:20], sep="\n  ")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over files."""
+    """Sums over files; a line is one that is not blank."""
 
     lines: int = 0
     tokens: int = 0
@@ -58,18 +58,18 @@ class Counts:
 def count(path: Path, root: Path = ROOT) -> Counts:
     """The counts of one file."""
     text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if line.strip()]
     nodes = list(ast.walk(ast.parse(text)))
-    kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(text).readline)]
-    where = path.relative_to(root)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    name = path.relative_to(root)
     return Counts(
-        lines=sum(bool(line.strip()) for line in lines),
-        tokens=sum(kind not in _NOT_CODE for kind in kinds),
+        lines=len(lines),
+        tokens=sum(token.type not in _NOT_CODE for token in tokens),
         comments=sum(line.lstrip().startswith("#") for line in lines),
         conditionals=sum(isinstance(node, ast.IfExp) for node in nodes),
         comprehensions=sum(isinstance(node, _COMPREHENSIONS) for node in nodes),
         wide=sum(len(line) > MAX_COLUMNS for line in lines),
-        places=[f"{where}:{line}: {rule}" for line, rule in broken_rules(nodes)],
+        places=[f"{name}:{line}: {rule}" for line, rule in broken_rules(nodes)],
     )
 
 
@@ -87,16 +87,17 @@ def broken_rules(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
 def _assigns_unrelated_values(node: ast.Assign) -> bool:
     """`a, b = x, y`; a swap is allowed."""
     target = node.targets[0]
-    if not (isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)):
+    if not isinstance(target, ast.Tuple) or not isinstance(node.value, ast.Tuple):
         return False
     assigned = {ast.unparse(element) for element in target.elts}
-    read = {ast.unparse(inner) for inner in ast.walk(node.value) if isinstance(inner, ast.expr)}
+    expressions = [part for part in ast.walk(node.value) if isinstance(part, ast.expr)]
+    read = {ast.unparse(expression) for expression in expressions}
     return not assigned & read
 
 
 def _has_inner_conditional(node: ast.IfExp) -> bool:
-    children = [child for child in ast.walk(node) if child is not node]
-    return any(isinstance(child, ast.IfExp) for child in children)
+    inner_nodes = list(ast.walk(node))[1:]  # the first one is `node`
+    return any(isinstance(inner, ast.IfExp) for inner in inner_nodes)
 
 
 def _has_several_clauses(
@@ -108,8 +109,8 @@ def _has_several_clauses(
 def tracked_files(root: Path, below: Sequence[str] = ()) -> list[Path]:
     """Python files of the repository, new ones included."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *below]
-    names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    paths = [root / name for name in names.splitlines() if name.endswith(".py")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    paths = [root / name for name in done.stdout.splitlines() if name.endswith(".py")]
     return sorted(path for path in paths if path.is_file())
 
 
@@ -120,14 +121,12 @@ def room_of(path: Path, root: Path) -> str:
 
 
 def row(name: str, counts: Counts) -> str:
-    def per_thousand(number: int) -> float:
-        return 1000 * number / max(counts.lines, 1)
-
+    """One line of the table."""
+    lines = max(counts.lines, 1)
     return (
-        f"{name:32}{counts.lines:8}{counts.tokens / max(counts.lines, 1):10.2f}"
-        f"{per_thousand(counts.conditionals):12.1f}{per_thousand(counts.comprehensions):12.1f}"
-        f"{100 * counts.comments / max(counts.lines, 1):10.1f}{counts.wide:7}"
-        f"{len(counts.places):8}"
+        f"{name:32}{counts.lines:8}{counts.tokens / lines:10.2f}"
+        f"{1000 * counts.conditionals / lines:12.1f}{1000 * counts.comprehensions / lines:12.1f}"
+        f"{100 * counts.comments / lines:10.1f}{counts.wide:7}{len(counts.places):8}"
     )
 
 
@@ -147,22 +146,27 @@ def main() -> int:
     for path in paths:
         counts = count(path, root)
         if options.list:
-            print(*counts.places, sep="\n", end="\n" if counts.places else "")
+            for place in counts.places:
+                print(place)
         top = path.relative_to(root).parts[0]
         rooms.setdefault(room_of(path, root), Counts()).add(counts)
         totals.setdefault(f"{top} (all)", Counts()).add(counts)
 
-    print(
-        f"{'':32}{'lines':>8}{'tokens':>10}{'a ? b : c':>12}{'compreh.':>12}{'comments':>10}",
-        end="",
-    )
-    print(f"{'wide':>7}{'packed':>8}")
-    print(f"{'':32}{'':8}{'a line':>10}{'of 1,000':>12}{'of 1,000':>12}{'%':>10}{'':7}{'':8}")
+    titles = ("a ? b : c", "compreh.", "comments", "wide", "packed")
+    units = ("of 1,000", "of 1,000", "%", "", "")
+    print(f"{'':32}{'lines':>8}{'tokens':>10}{_columns(titles)}")
+    print(f"{'':32}{'':8}{'a line':>10}{_columns(units)}")
     for name, counts in sorted(rooms.items()):
         print(row(name, counts))
     for name, counts in sorted(totals.items()):
         print(row(name, counts))
     return 0
+
+
+def _columns(texts: Sequence[str]) -> str:
+    """The last columns of the header."""
+    widths = (12, 12, 10, 7, 8)
+    return "".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.observability.charts import HEIGHT, WIDTH, Chart, Series, line_chart  # noqa: E402
+from pacs_megatron.observability.charts import (  # noqa: E402
+    HEIGHT,
+    WIDTH,
+    Chart,
+    Series,
+    line_chart,
+)
 from pacs_megatron.observability.metrics import MetricsRow, read_metrics  # noqa: E402
 
 FOLDER = ROOT / "docs" / "measurements" / "quickstart"
@@ -38,17 +44,15 @@ text{font:11px system-ui,sans-serif;fill:#7a8494}
 
 def panel(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> str:
     """The chart of metric `key`, one curve a seed, as the inside of an <svg>."""
-    series = [
-        Series(
-            name=name,
-            points=[
-                (int(row["step"] or 0), float(value))
-                for row in rows
-                if (value := row.get(key)) is not None
-            ],
-        )
-        for name, rows in runs.items()
-    ]
+    series = []
+    for name, rows in runs.items():
+        points = []
+        for row in rows:
+            value = row.get(key)
+            if value is not None:
+                points.append((int(row["step"] or 0), float(value)))
+        series.append(Series(name=name, points=points))
+
     drawing = re.search(r"<svg[^>]*>(.*)</svg>", line_chart(Chart(title=title, series=series)))
     assert drawing is not None
     return (
@@ -59,10 +63,10 @@ def panel(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> str:
 
 def picture(runs: dict[str, list[MetricsRow]]) -> str:
     """All panels side by side over one legend."""
-    panels = [
-        f'<g transform="translate({number * WIDTH} 0)">{panel(title, key, runs)}</g>'
-        for number, (title, key) in enumerate(PANELS)
-    ]
+    panels = []
+    for number, (title, key) in enumerate(PANELS):
+        drawing = panel(title, key, runs)
+        panels.append(f'<g transform="translate({number * WIDTH} 0)">{drawing}</g>')
     top = TITLE_HEIGHT + HEIGHT
     legend = [
         f'<g transform="translate({48 + 90 * number} {top})"><rect class="dot s{number}" '
@@ -70,7 +74,8 @@ def picture(runs: dict[str, list[MetricsRow]]) -> str:
         for number, name in enumerate(runs)
     ]
     colours = "".join(
-        f".curve.s{i}{{stroke:{c}}}.dot.s{i}{{fill:{c}}}" for i, c in enumerate(COLOURS)
+        f".curve.s{number}{{stroke:{colour}}}.dot.s{number}{{fill:{colour}}}"
+        for number, colour in enumerate(COLOURS)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(PANELS)} '
@@ -80,12 +85,12 @@ def picture(runs: dict[str, list[MetricsRow]]) -> str:
 
 
 def main() -> None:
-    """Write the picture."""
-    found = sorted(FOLDER.glob("metrics-[0-9].jsonl"))
-    text = picture(
-        {f"seed {path.stem.removeprefix('metrics-')}": read_metrics(path) for path in found}
-    )
-    (FOLDER / "curve.svg").write_text(text, encoding="utf-8")
+    """Writes the picture."""
+    runs = {}
+    for path in sorted(FOLDER.glob("metrics-[0-9].jsonl")):
+        seed = path.stem.removeprefix("metrics-")
+        runs[f"seed {seed}"] = read_metrics(path)
+    (FOLDER / "curve.svg").write_text(picture(runs), encoding="utf-8")
 
 
 if __name__ == "__main__":

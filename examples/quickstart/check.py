@@ -1,4 +1,4 @@
-"""Checks the exported checkpoint: plain `transformers` must answer greedily with the very tokens of
+"""Checks the exported checkpoint: plain `transformers` must answer greedily with the same tokens as
 the policy.
 
 The policy comes from the run's own Megatron checkpoint and recomputes the whole sequence for every
@@ -6,7 +6,6 @@ token, so it shares neither weights nor cache with the exported model.
 """
 
 import argparse
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -26,7 +25,13 @@ MAX_TOKENS = 48
 
 
 def exported_answers(folder: Path, prompts: list[np.ndarray], end: int) -> list[list[int]]:
-    """Greedy responses of the Hugging Face model, end token included."""
+    """Greedy responses of the Hugging Face model, end token included.
+
+    Args:
+        folder: of the model.
+        prompts: int32 [prompt] each, token ids.
+        end: id of the end token.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []
     for prompt in prompts:
@@ -49,40 +54,59 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
 
     config = load_config(run_dir / "config.yaml", ["parallel.tp=1"]).config
     channel = context.join(config)
-    w = context.build(
-        config, run_dir, model_folder(config.model.path), channel, None, StopFlag(run_dir)
-    )
-    if saving.resume(w) is None:
+    model_dir = model_folder(config.model.path)
+    run = context.build(config, run_dir, model_dir, channel, None, StopFlag(run_dir))
+    if saving.resume(run) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
-    from megatron.core.packed_seq_params import PackedSeqParams
+    vocab_size = run.policy.spec.vocab_size
 
-    model = w.policy.models[0]
-    sequences = [prompt.astype(np.int64).tolist() for prompt in prompts]
-    open_rows = list(range(len(prompts)))
+    sequences = [prompt.tolist() for prompt in prompts]
+    unfinished = list(sequences)
     for _ in range(MAX_TOKENS):
-        lens = [len(sequences[row]) for row in open_rows]
-        bounds = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=max(lens),
-            max_seqlen_kv=max(lens),
-        )
-        tokens = list(itertools.chain.from_iterable(sequences[row] for row in open_rows))
-        places = list(itertools.chain.from_iterable(range(length) for length in lens))
-        ids = torch.tensor([tokens])
-        positions = torch.tensor([places])
-        with torch.no_grad():
-            logits = model(ids, positions, None, packed_seq_params=packed)[0, bounds[1:].long() - 1]
-        for row, token in zip(
-            open_rows, logits[:, : w.policy.spec.vocab_size].argmax(-1).tolist(), strict=True
-        ):
-            sequences[row].append(token)
-        open_rows = [row for row in open_rows if sequences[row][-1] != end]
-        if not open_rows:
+        logits = next_token_logits(run.policy.models[0], unfinished)
+        # The vocabulary is padded.
+        tokens = logits[:, :vocab_size].argmax(-1).tolist()
+        for sequence, token in zip(unfinished, tokens, strict=True):
+            sequence.append(token)
+        unfinished = [sequence for sequence in unfinished if sequence[-1] != end]
+        if not unfinished:
             break
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def next_token_logits(model: torch.nn.Module, sequences: list[list[int]]) -> torch.Tensor:
+    """Logits after each sequence, in one packed forward pass.
+
+    Args:
+        model: the policy's GPTModel, on the CPU.
+        sequences: token ids of each sequence.
+
+    Returns:
+        fp32 [sequences, padded vocabulary].
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens: list[int] = []
+    positions: list[int] = []
+    for sequence in sequences:
+        tokens += sequence
+        positions += range(len(sequence))
+    lengths = [len(sequence) for sequence in sequences]
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+    last_tokens = bounds[1:].long() - 1
+    with torch.no_grad():
+        logits = model(
+            torch.tensor([tokens]), torch.tensor([positions]), None, packed_seq_params=packed
+        )
+    return logits[0, last_tokens]
 
 
 def main() -> None:
@@ -99,12 +123,14 @@ def main() -> None:
     benchmark = load_prompts(config.evaluation.benchmarks[0], config.data, tokenizer)
     prompts = [prompt.token_ids for prompt in benchmark.prompts[: args.num_prompts]]
     end = tokenizer.eos_token_id
+
     exported = exported_answers(args.run_dir / "hf", prompts, end)
     policy = policy_answers(args.run_dir, prompts, end)
-    different = sum(a != b for a, b in zip(exported, policy, strict=True))
-    tokens = sum(len(answer) for answer in policy)
-    print(json.dumps({"answers": len(prompts), "tokens": tokens, "different_answers": different}))
-    sys.exit(1 if different else 0)
+    num_different = sum(a != b for a, b in zip(exported, policy, strict=True))
+    num_tokens = sum(len(answer) for answer in policy)
+    summary = {"answers": len(prompts), "tokens": num_tokens, "different_answers": num_different}
+    print(json.dumps(summary))
+    sys.exit(1 if num_different else 0)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@ column.
 
 The demonstrations are a careless pupil's. The pupil adds every column right, but takes a wrong
 carry into the second and the third column with probability `carry_slip_prob`: a carry of 1 is
-forgotten, or one that is not there is added. Supervised training therefore yields a policy that
-knows addition but is unreliable at it, about equally for every seed; training on rewards has to
-make the right carry certain. The slips are planted: the rise of the quickstart's curve shows that
-the loop works, not what PACS gains on a real task.
+forgotten, or a carry of 0 becomes 1. Supervised training therefore yields a policy that knows
+addition but is unreliable at it, about equally for every seed; training on rewards has to make the
+right carry certain. The slips are deliberate: the rise of the quickstart's curve shows that the
+loop works, not what PACS gains on a real task.
 """
 
 import argparse
@@ -23,15 +23,20 @@ def worked_solution(problem: Problem, *, carry_slip_prob: float, rng: random.Ran
     r"""Returns the column-wise solution of `problem`, lowest column first, ending in `\boxed{}`.
 
     A column reads `a+b+carry=total`; the total has two digits so that its first one is the next
-    column's carry. Each carry after the first column is wrong with probability `carry_slip_prob`;
-    all that follows is consistent with it, so the boxed number is the pupil's own result, right or
-    not.
+    column's carry. All that follows a wrong carry is consistent with it, so the boxed number is the
+    pupil's own result, right or not.
+
+    Args:
+        problem: two numbers.
+        carry_slip_prob: probability that a carry after the first column is wrong.
+        rng: of the draws.
     """
     columns: list[str] = []
     carry = 0
     result = 0
     for place in range(NUM_COLUMNS):
-        first, second = (number // 10**place % 10 for number in problem)
+        first = problem[0] // 10**place % 10
+        second = problem[1] // 10**place % 10
         if place > 0 and rng.random() < carry_slip_prob:
             carry = 1 - carry
         total = first + second + carry
@@ -83,7 +88,7 @@ def write_problems(
     """Writes `train.json`, `test.json` and `demonstrations.json` to `out_dir`; the three share no
     problem.
 
-    Only the demonstrations hold slips. The solutions of `train.json` and `test.json` are right and
+    Only the demonstrations have slips. The solutions of `train.json` and `test.json` are right and
     nothing trains on them. The files depend on the arguments alone.
     """
     rng = random.Random(seed)
@@ -95,10 +100,8 @@ def write_problems(
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, (split, slip_prob) in splits.items():
-        write_records(
-            out_dir / name,
-            [as_record(problem, carry_slip_prob=slip_prob, rng=rng) for problem in split],
-        )
+        records = [as_record(problem, carry_slip_prob=slip_prob, rng=rng) for problem in split]
+        write_records(out_dir / name, records)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ SHORT = (
 
 
 def run(*command: str) -> None:
-    """A command of this interpreter; ends the quickstart with its exit code when it fails."""
+    """Runs a module of this interpreter; ends the quickstart with its exit code if it fails."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
     code = subprocess.run([sys.executable, "-m", *command], env=environment, check=False).returncode
     if code:
@@ -38,7 +38,13 @@ def run(*command: str) -> None:
 def make_inputs(
     folder: Path, seed: int, write: Callable[[Path, int], None] = write_problems
 ) -> None:
-    """The model with random weights, and the problems that `write` makes; kept if they exist."""
+    """The model with random weights, and the problems.
+
+    Args:
+        folder: of the inputs; kept if they exist.
+        seed: of both.
+        write: writes the problems of a seed to a folder.
+    """
     if (folder / "done").is_file():
         return
     build_model(folder / "model", seed)
@@ -75,9 +81,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     base = Path(args.dir)
-    inputs, warm, final = (
-        base / f"{args.name}{suffix}" for suffix in ("-inputs", "-warmstart", "")
-    )
+    inputs = base / f"{args.name}-inputs"
+    warm = base / f"{args.name}-warmstart"
+    final = base / args.name
     make_inputs(inputs, args.seed)
     common = (f"run.dir={base}", f"run.seed={args.seed}")
     run(

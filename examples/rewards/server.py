@@ -20,7 +20,9 @@ KEY = os.environ.get("JUDGE_KEY")
 def judge(sample: dict[str, str]) -> float:
     """`sample` has prompt_id, problem, prompt, answer and response."""
     is_right = f"\\boxed{{{sample['answer']}}}" in sample["response"]
-    return float(is_right) * (1.0 if len(sample["response"]) <= 200 else 0.5)
+    if not is_right:
+        return 0.0
+    return 1.0 if len(sample["response"]) <= 200 else 0.5
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,14 +38,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(413, {"error": "too long"})
         else:
             samples = json.loads(self.rfile.read(length))["samples"]
-            self._answer(
-                200,
-                {
-                    "rewards": [judge(sample) for sample in samples],
-                    "model": "example",
-                    "version": "1",
-                },
-            )
+            rewards = [judge(sample) for sample in samples]
+            self._answer(200, {"rewards": rewards, "model": "example", "version": "1"})
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
