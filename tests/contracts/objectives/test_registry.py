@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.contracts import Prepared
+from pacs_megatron.contracts import Prepared, TokenRecord
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
 from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.objective_reference import (
@@ -55,14 +55,12 @@ def build(setting: str) -> tuple[Objective, int]:
 
 def prepared_updates(objective: Objective, updates: int, batch: Batch) -> list[Prepared]:
     step_inputs = objective.prepare_step(batch.facts)
-    return [
-        objective.prepare(
-            objective_scores(objective, batch) if "score" in objective.statistics(update) else None,
-            batch.facts,
-            step_inputs,
-        )
-        for update in range(updates)
-    ]
+    prepared = []
+    for update in range(updates):
+        needs_scores = "score" in objective.statistics(update)
+        scores = objective_scores(objective, batch) if needs_scores else None
+        prepared.append(objective.prepare(scores, batch.facts, step_inputs))
+    return prepared
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -70,29 +68,36 @@ def test_promises(setting: str) -> None:
     objective, updates = build(setting)
     batch = random_batch(8)
     n = batch.facts.num_samples
-    assert isinstance(objective, Objective) and objective.name == SETTINGS[setting][1]["name"]
+    assert isinstance(objective, Objective)
+    assert objective.name == SETTINGS[setting][1]["name"]
     for index, prepared in enumerate(prepared_updates(objective, updates, batch)):
         passes = objective.logprob_passes(index)
         assert passes <= {"step_start", "reference", "value"}
         assert prepared.per_sample
         for values in prepared.per_sample.values():
-            assert (
-                values.dtype == torch.float64 and values.shape == (n,) and not values.requires_grad
-            )
+            assert values.dtype == torch.float64
+            assert values.shape == (n,)
+            assert not values.requires_grad
             assert torch.isfinite(values).all()
         assert all(np.isfinite(value) for value in prepared.metrics.values())
         record = batch.record(logprobs=batch.logprobs.float())
         # Nothing else may be needed: declared passes, and at the first update its own log-probs as
         # those of the step's start.
-        own = record.logprobs.detach() if index == 0 else None
-        record.step_start_logprobs = batch.reference.float() if "step_start" in passes else own
-        record.reference_logprobs = batch.reference.float() if "reference" in passes else None
+        record.step_start_logprobs = record.logprobs.detach() if index == 0 else None
+        record.reference_logprobs = None
+        if "step_start" in passes:
+            record.step_start_logprobs = batch.reference.float()
+        if "reference" in passes:
+            record.reference_logprobs = batch.reference.float()
         loss = objective.token_loss(record, prepared)
-        assert loss.dtype == torch.float32 and loss.shape == record.mask.shape
+        assert loss.dtype == torch.float32
+        assert loss.shape == record.mask.shape
+
         names = set(objective.token_metrics(record, prepared))
         few = batch.record(torch.arange(3))
         metrics = objective.token_metrics(few, prepared)
-        assert set(metrics) == names and all(values.shape == (3,) for values in metrics.values())
+        assert set(metrics) == names
+        assert all(values.shape == (3,) for values in metrics.values())
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -105,18 +110,16 @@ def test_any_cut_gives_the_same_sum_and_zero_gradient_samples_may_stay_out(setti
         assert cut_loss == pytest.approx(loss, rel=1e-12)
         np.testing.assert_allclose(cut, whole, rtol=1e-13, atol=0)
         assert float(whole.abs().max()) > 0
-        if prepared.zero_gradient is not None:
-            assert prepared.zero_gradient.dtype == torch.bool and prepared.zero_gradient.shape == (
-                batch.facts.num_samples,
-            )
-            left_out = prepared.zero_gradient[batch.sample_of_token]
-            assert (whole[left_out] == 0).all()
-            record = batch.record(torch.nonzero(left_out)[:, 0])
-            for values in (
-                objective.token_loss(record, prepared),
-                *objective.token_metrics(record, prepared).values(),
-            ):
-                assert (values == 0).all()
+        if prepared.zero_gradient is None:
+            continue
+        assert prepared.zero_gradient.dtype == torch.bool
+        assert prepared.zero_gradient.shape == (batch.facts.num_samples,)
+        left_out = prepared.zero_gradient[batch.sample_of_token]
+        assert (whole[left_out] == 0).all()
+        record = batch.record(torch.nonzero(left_out)[:, 0])
+        assert (objective.token_loss(record, prepared) == 0).all()
+        for values in objective.token_metrics(record, prepared).values():
+            assert (values == 0).all()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -133,18 +136,21 @@ def test_a_token_depends_on_no_other_tokens_logprob(setting: str) -> None:
         record = replace(record, step_start_logprobs=logprobs.detach())
     (whole,) = torch.autograd.grad(objective.token_loss(record, prepared).sum(), logprobs)
     for part in (slice(0, 5), slice(5, None)):
-        cut = {
-            field.name: value[part]
-            for field in fields(record)
-            if isinstance(value := getattr(record, field.name), torch.Tensor)
-            and field.name != "response_lens"
-        }
-        cut["estimates"] = {name: values[part] for name, values in record.estimates.items()}
         leaf = logprobs.detach()[part].requires_grad_(True)
-        alone = objective.token_loss(replace(record, **(cut | {"logprobs": leaf})), prepared)
-        torch.testing.assert_close(
-            torch.autograd.grad(alone.sum(), leaf)[0], whole[part], rtol=0, atol=0
-        )
+        alone = replace(part_of(record, part), logprobs=leaf)
+        (derivative,) = torch.autograd.grad(objective.token_loss(alone, prepared).sum(), leaf)
+        torch.testing.assert_close(derivative, whole[part], rtol=0, atol=0)
+
+
+def part_of(record: TokenRecord, part: slice) -> TokenRecord:
+    """Some of the tokens."""
+    changes: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, torch.Tensor) and field.name != "response_lens":
+            changes[field.name] = value[part]
+    changes["estimates"] = {name: values[part] for name, values in record.estimates.items()}
+    return replace(record, **changes)
 
 
 def test_an_empty_micro_batch_is_fine() -> None:
@@ -157,11 +163,9 @@ def test_an_empty_micro_batch_is_fine() -> None:
             record = batch.record(torch.zeros(0, dtype=torch.int64), logprobs)
             loss = (objective.token_loss(record, prepared) * record.mask).sum()
             loss.backward()
-            assert (
-                float(loss.detach()) == 0.0
-                and logprobs.grad is not None
-                and (logprobs.grad == 0).all()
-            )
+            assert float(loss.detach()) == 0.0
+            assert logprobs.grad is not None
+            assert (logprobs.grad == 0).all()
             with torch.no_grad():
                 metrics = objective.token_metrics(record, prepared)
             assert all(float(values.sum()) == 0.0 for values in metrics.values())
