@@ -6,8 +6,8 @@ each test.
 Both judge the same programs (right, wrong and failing ones, five tests each) with the same number
 of workers, in alternating rounds of 100. Plain subprocess: `python -I -c program` with the test as
 its standard input, no isolation and no limit but time. Both verdicts have to be the known ones. A
-last round mixes hostile programs (tests/support) with right ones: every right one has to be
-accepted, no hostile one. Prints one JSON object; exits with 1 for a wrong verdict.
+last round mixes attacks (tests/support) with right programs: every right one has to be accepted, no
+attack. Prints one JSON object; exits with 1 for a wrong verdict.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def submit(pool: CollectingPool, key: str, answer: str, code: str) -> None:
 
 
 def attack_round(rows: list[Program], workers: int) -> dict:
-    """Judges hostile programs among right ones."""
+    """Judges attacks among right programs."""
     options = CodeReward(name="code", workers=workers, test_timeout_s=1.0, test_memory_gib=0.5)
     right = [row for row in rows if row.reward == 1.0][: 2 * len(PROGRAMS)]
     wrong = []
