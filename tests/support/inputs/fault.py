@@ -35,9 +35,9 @@ def processes_of(launcher: int) -> dict[str, psutil.Process]:
             rank = child.environ().get("RANK", "")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        for word, name in WORDS.items():
-            if word in command:
-                found[name + (rank if name == "rank" else "")] = child
+        name = next((name for word, name in WORDS.items() if word in command), "")
+        if name:
+            found[name + (rank if name == "rank" else "")] = child
     return found
 
 
