@@ -94,11 +94,11 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Path]
     return models, reference
 
 
-def planted_none(_monkeypatch: pytest.MonkeyPatch) -> None:
+def injected_none(_monkeypatch: pytest.MonkeyPatch) -> None:
     """No error."""
 
 
-def planted_head_as_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+def injected_head_as_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the value head is summed over the ranks with the same experts only."""
     from pacs_megatron.policy import model
 
@@ -113,7 +113,7 @@ def planted_head_as_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.torch.nn, "Linear", linear)
 
 
-def planted_experts_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def injected_experts_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The critic replays them."""
     from pacs_megatron.training import phases
 
@@ -128,7 +128,7 @@ def planted_experts_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "replace", kept)
 
 
-def planted_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def injected_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy chooses its experts in each update."""
     from pacs_megatron.policy.routing import Routing
 
@@ -140,21 +140,21 @@ def planted_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "plant",
-    [planted_none, planted_head_as_expert, planted_experts_of_the_policy, planted_no_replay],
+    "inject",
+    [injected_none, injected_head_as_expert, injected_experts_of_the_policy, injected_no_replay],
 )
 def test_experts_on_two_ranks_equal_the_plain_loop(
     experts: tuple[tuple[Path, Path], PpoTrainer],
-    plant: Any,
+    inject: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant(monkeypatch)
+    inject(monkeypatch)
     models, expected = experts
     config = config_of(tmp_path, models, PPO, {"ep": 2}, epochs=2)
     results = run_ranks(lambda _rank, _world: attempt(config, tmp_path / "run", STEPS), 2)
     for found in results:
-        if plant is planted_none:
+        if inject is injected_none:
             check(found, expected)
         else:
             with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -313,14 +313,14 @@ def test_updates_epochs_and_warm_up_change_on_resume(
     check(found | {"numbers": numbers}, expected)
 
 
-def _planted_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
+def _injected_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
     from pacs_megatron.objectives import ppo
 
     exact = ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda r, v, gamma, lam: exact(r, v, gamma, 1.0))
 
 
-def _planted_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
+def _injected_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank whitens with its own sums."""
     from pacs_megatron.policy.critic import Critic
 
@@ -334,7 +334,7 @@ def _planted_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Critic, "_by_sample", own_only)
 
 
-def _planted_shifted_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def _injected_shifted_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value after a token in the place of the value before it."""
     from pacs_megatron.policy.model import PolicyModel
 
@@ -344,7 +344,7 @@ def _planted_shifted_value(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _planted_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
+def _injected_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value after the last token: the last one again."""
     from pacs_megatron.objectives import ppo
 
@@ -364,31 +364,31 @@ def _planted_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ppo, "gae", bootstrapped)
 
 
-def _planted_value_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+def _injected_value_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     from pacs_megatron.objectives.ppo import ValueLoss
 
     monkeypatch.setattr(ValueLoss, "_clipped", lambda _self, tokens: tokens.logprobs)
 
 
-PLANTED = {
-    "lambda": _planted_lambda,
-    "whitening by rank": _planted_rank_whitening,
-    "value of the next token": _planted_shifted_value,
-    "value after the last token": _planted_bootstrap,
-    "no value clip": _planted_value_clip,
+INJECTED = {
+    "lambda": _injected_lambda,
+    "whitening by rank": _injected_rank_whitening,
+    "value of the next token": _injected_shifted_value,
+    "value after the last token": _injected_bootstrap,
+    "no value clip": _injected_value_clip,
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("error", PLANTED)
-def test_a_planted_error_is_found(
+@pytest.mark.parametrize("error", INJECTED)
+def test_a_injected_error_is_found(
     models: tuple[Path, Path],
     expected: PpoTrainer,
     error: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    PLANTED[error](monkeypatch)
+    INJECTED[error](monkeypatch)
     config = config_of(tmp_path, models, PPO, {}, epochs=2)
     found = run_ranks(lambda _rank, _world: attempt(config, tmp_path / "run", STEPS), 2)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):

@@ -1,4 +1,4 @@
-"""Noise of scores between two packings: planted differences of known size are found, by the formula
+"""Noise of scores between two packings: differences of known size are found, by the formula
 and not by the code.
 """
 
