@@ -95,6 +95,26 @@ def test_digests_are_those_of_the_files(tmp_path: Path) -> None:
     assert all(digest_file(tmp_path / "dist" / name) == fact for name, fact in facts.items())
 
 
+def test_every_file_is_synced_to_disk_with_all_of_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the node after `finish` loses nothing, so each file is synced at its full size."""
+    synced_bytes: dict[int, int] = {}
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        stats = os.fstat(descriptor)
+        synced_bytes[stats.st_ino] = stats.st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    facts = write(tmp_path / "dist")
+
+    for name, file in facts.items():
+        inode = (tmp_path / "dist" / name).stat().st_ino
+        assert synced_bytes.get(inode) == file.nbytes, name
+
+
 def test_incomplete_and_contradicting_pieces_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
     writer = DistWriter(tmp_path / "dist", num_files=1)

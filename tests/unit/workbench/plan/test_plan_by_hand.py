@@ -10,6 +10,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.workbench.plan import plan as planning
+from pacs_megatron.workbench.plan.memory import kv_bytes_per_token
 from pacs_megatron.workbench.plan.render import render
 
 ROOT = Path(__file__).parents[4]
@@ -98,6 +99,14 @@ def test_recomputation_by_hand() -> None:
         36 * part, rel=0.03
     )
     assert found(mlp, "parts being recomputed") == pytest.approx(part, rel=0.03)
+
+
+@pytest.mark.parametrize(("tp", "heads_per_gpu"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_a_server_never_splits_a_kv_head(tp: int, heads_per_gpu: int) -> None:
+    """48 layers with 4 KV heads of 128: keys and values in bf16."""
+    spec = plan_of("pacs-qwen3-30b-a3b-4n8g-ep8.yaml").spec
+
+    assert kv_bytes_per_token(spec, tp) == 2 * 48 * heads_per_gpu * 128 * 2
 
 
 @pytest.mark.parametrize("granularity", ["none", "full"])
