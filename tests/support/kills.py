@@ -114,7 +114,7 @@ class Attempt:
             from pacs_megatron.observability.spans import Timer
             from pacs_megatron.rollout import driver_client
             from pacs_megatron.training import main
-            from tests.support.train_zygote import _Subprocess
+            from tests.support.train_prefork import _Subprocess
 
             driver_client.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]
             variables = {

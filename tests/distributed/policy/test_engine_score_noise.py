@@ -1,4 +1,4 @@
-"""The measurement of score noise on the real policy: it finds planted differences and changes no
+"""The measurement of score noise on the real policy: it finds injected differences and changes no
 number of training.
 """
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @LAYOUT
-def test_planted_noise_is_found(model: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_noise_is_found(model: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each packing adds its own differences of sd SIGMA a token: sqrt(2) times the noise of one
     packing.
     """

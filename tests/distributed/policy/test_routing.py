@@ -141,7 +141,7 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
     own_routes, own_logps, own_norm, _ = reference(folder, None)
     routes = other_routes()
     _, logps, norm, weights = reference(folder, routes)
-    assert abs(norm - own_norm) > 0.005 * norm, "the planted routes change the gradient"
+    assert abs(norm - own_norm) > 0.005 * norm, "the injected routes change the gradient"
     starts = {row: (0.99 * logp).astype(np.float32) for row, logp in enumerate(logps)}
 
     def body(rank: int, world_size: int) -> Any:
@@ -196,9 +196,9 @@ def test_training_follows_the_experts_of_the_sampler(folder: Path, case: str) ->
         policy = make_policy(folder, world_size, tokens_per_microbatch=64, **parallel)
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
         found = []
-        for planted in (routes, wrong):
+        for experts in (routes, wrong):
             tokens = replace(
-                TOKENS, routes=np.concatenate([planted[row] for row in range(FACTS.num_samples)])
+                TOKENS, routes=np.concatenate([experts[row] for row in range(FACTS.num_samples)])
             )
             own = tokens if policy.rank.rank == 0 else None
             [minibatch] = cut_step(FACTS, own, policy.rank, options, objective)

@@ -1,4 +1,4 @@
-"""`policy.routing: replay_sampler` through `train`: recorded samples with planted experts, by a
+"""`policy.routing: replay_sampler` through `train`: recorded samples with injected experts, by a
 server that returns them.
 """
 
@@ -87,7 +87,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[
     done = start(folder, model, "parallel.tp=1")
     assert done.returncode == ExitCode.OK, done.stderr
 
-    def planted(name: str, seed: int) -> Path:
+    def with_experts(name: str, seed: int) -> Path:
         target = folder / name
         (target / "rollouts").mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng(0)
@@ -105,7 +105,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[
             write_record(target / "rollouts" / path.name, samples)
         return target
 
-    return planted
+    return with_experts
 
 
 @pytest.mark.parametrize("layout", in_tiers(LAYOUTS, "tp2ep2"))

@@ -40,8 +40,8 @@ class World:
         self.config = write_tiny_run(folder, model)
         self.run_dir = folder / "runs" / "tiny"
         self.disk = FaultyDisk(folder / "fault", folder / "runs")
-        self.zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.train_zygote", str(folder / "stderr.txt")],
+        self.prefork = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.train_prefork", str(folder / "stderr.txt")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,10 +54,10 @@ class World:
 
     def command(self, *words: str) -> tuple[int, str]:
         """The same of `train <config> ...` or `cli <verb> ...`."""
-        assert self.zygote.stdin is not None and self.zygote.stdout is not None
-        self.zygote.stdin.write("\t".join(words) + "\n")
-        self.zygote.stdin.flush()
-        code = int(self.zygote.stdout.readline())
+        assert self.prefork.stdin is not None and self.prefork.stdout is not None
+        self.prefork.stdin.write("\t".join(words) + "\n")
+        self.prefork.stdin.flush()
+        code = int(self.prefork.stdout.readline())
         return code, (self.folder / "stderr.txt").read_text()
 
     def clear(self) -> None:
@@ -68,8 +68,8 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory):
     found = World(tmp_path_factory.mktemp("full-disk"))
     yield found
-    found.zygote.kill()
-    found.zygote.wait()
+    found.prefork.kill()
+    found.prefork.wait()
 
 
 def kind_of(call: str) -> str:
