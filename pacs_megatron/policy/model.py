@@ -288,6 +288,7 @@ class PolicyModel(GPTModel):
         labels = kwargs.get("labels")
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states, *args, **kwargs)
+        _await_parameters(self.output_layer)
         if self.spec.head == "value":
             return self._values(hidden_states, labels[0])
 
@@ -335,6 +336,18 @@ class PolicyModel(GPTModel):
         head = self.output_layer
         values = F.linear(features.float(), head.weight.float(), head.bias.float())[:, 0]
         return values, torch.zeros_like(values)
+
+
+def _await_parameters(module: torch.nn.Module | None) -> None:
+    """Waits for the gather of a module's parameters, which `overlap_param_gather` starts early.
+
+    Megatron's DDP waits in a hook before the module's own forward, but the head reads the weight
+    without one.
+    """
+    if module is None:  # the head of tied embeddings on a single stage
+        return
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
 
 
 def transformer_config(

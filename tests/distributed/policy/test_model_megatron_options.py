@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.support.policies.policy_cases import make_policy, train
 from tests.support.ranks import run_ranks
 from tests.support.saved_policies import FROZEN, STEPS, continued, load, save
 from tests.support.tiny_families import make_family
 
+STEP_START = PacsOptions(name="pacs")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2-distopt": ("qwen3", 2, {"distributed_optimizer": True}),
@@ -32,6 +34,47 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         family: make_family(tmp_path_factory.mktemp(family), family, **shape) for family in families
     }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied-mha-odd-vocabulary"])
+def test_small_buckets_change_no_bit(folders: dict[str, Path], family: str) -> None:
+    """A model of true size has many buckets, and its output layer has one of its own.
+
+    Two updates in a row: nothing between them gathers the weights of the output layer.
+    """
+
+    def training(megatron: dict[str, Any]) -> Any:
+        def on_rank(_rank: int, world: int) -> Any:
+            from pacs_megatron.policy import model
+
+            class SmallBuckets(model.DistributedDataParallelConfig):
+                def __init__(self, **options: Any) -> None:
+                    super().__init__(bucket_size=1, **options)
+
+            model.DistributedDataParallelConfig = SmallBuckets
+            policy = make_policy(
+                folders[family],
+                world,
+                tokens_per_microbatch=64,
+                distributed_optimizer=True,
+                megatron=megatron,
+                clip_grad=0.0,  # the order in which the norm is summed depends on the buckets
+            )
+            assert not megatron or len(policy.chunks[0].bucket_groups) > 4
+            objective = build_objective(STEP_START, updates_per_step=1)
+            reports = train(policy, objective, STEPS[:3], tokens_per_microbatch=64)
+            return {
+                "loss": [report.metrics["objective/loss"] for report in reports],
+                "weights": {name: tensor.clone() for name, tensor in policy.export_weights()},
+            }
+
+        return run_ranks(on_rank, 2)[0]
+
+    expected = training({})
+    overlapped = training(OVERLAP)
+    assert overlapped["loss"] == expected["loss"]
+    for key, weight in expected["weights"].items():
+        np.testing.assert_array_equal(overlapped["weights"][key], weight, err_msg=key)
 
 
 @pytest.mark.parametrize(
