@@ -201,7 +201,7 @@ def build_policy(
             f"model.path={config.model.path} is a critic, got {CRITIC_CLASS}; use a causal "
             "language model"
         )
-    policy = _build_model(config, rank, spec, config.optimizer, kind)
+    policy = build_model(config, rank, spec, config.optimizer, kind)
 
     if latest_checkpoint(run_dir) is None:
         # Without digests: each rank has checked a share of the files before.
@@ -235,7 +235,7 @@ def build_critic(
         )
 
     optimizer = critic_optimizer(config.optimizer, objective.critic.lr)
-    critic = _build_model(config, rank, spec, optimizer, kind)
+    critic = build_model(config, rank, spec, optimizer, kind)
     if latest_checkpoint(run_dir) is None:
         _load_critic(critic, _weights_dir(folder))
     return critic
@@ -256,7 +256,7 @@ def _load_critic(critic: Critic, weights_dir: Path) -> None:
     critic.load_weights(read)
 
 
-def _build_model(
+def build_model(
     config: RunConfig, rank: Rank, spec: ModelSpec, optimizer: OptimizerOptions, kind: type[Model]
 ) -> Model:
     return kind(

@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("launch",),
     ("workbench.statistics", "workbench.plan"),
-    ("workbench.evaluation",),
+    ("workbench.evaluation", "workbench.trace"),
     ("workbench.compare", "workbench.diversity", "workbench.preflight", "workbench.certify"),
     ("workbench.paper",),
     ("cli",),
@@ -46,8 +46,8 @@ LIGHT = {
 }
 """No torch and no Megatron at module level."""
 ONLY_IMPORTERS = {
-    "megatron": {"policy", "parallel", "checkpoint"},
-    "transformer_engine": {"policy", "parallel", "checkpoint"},
+    "megatron": {"policy", "parallel", "checkpoint", "workbench.trace"},
+    "transformer_engine": {"policy", "parallel", "checkpoint", "workbench.trace"},
     "nemo_run": {"launch"},
 }
 
@@ -151,7 +151,7 @@ def test_core_names_the_workbench_only_in_the_table_of_verbs() -> None:
         (
             "rollout/x.py",
             "def f():\n    from megatron.core import x",
-            "only checkpoint, parallel, policy import megatron",
+            "only checkpoint, parallel, policy, workbench.trace import megatron",
         ),
         ("training/x.py", "import nemo_run", "only launch import nemo_run"),
         (

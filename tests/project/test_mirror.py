@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-TIERS = ("unit", "contracts", "distributed", "integration", "te", "gpu")
+TIERS = ("unit", "contracts", "distributed", "integration", "fake_cuda", "te", "gpu")
 NOT_MIRRORED = ("project", "golden", "support")
 """Rules of the repository, values of other projects, and code that tests share"""
 SOURCES = (ROOT / "pacs_megatron", ROOT, TESTS)

@@ -1,0 +1,85 @@
+"""Runs a step of a configuration as one rank on fake CUDA, and prints what it recorded as JSON.
+
+    python -m pacs_megatron.workbench.trace.rank '{"config": "configs/runs/X.yaml", "rank": 0}'
+
+One process a rank: fake CUDA replaces torch.cuda for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pacs_megatron.workbench.trace.guard import install_guard, load_guard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """The work of one process."""
+
+    config: str
+    overrides: list[str] = field(default_factory=list)
+    rank: int = 0
+    num_layers: int | None = None
+    """layers of the traced model; None: all of the model's"""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """changes of the model's config.json"""
+    transformer_engine: bool = True
+    """use it if it is installed"""
+    prompt_tokens: int = 512
+    response_tokens: int | None = None
+    """None: as many as let a group fill the token budget"""
+    num_groups: int = 4
+    group_size: int = 8
+    updates: int = 2
+    index: int = 0
+    """number of the update in its step; from 1 on PACS's coefficients depend on the forward"""
+    paths: tuple[str, ...] = ("step",)
+    """in order, of: step, reference, offload, export, checkpoint"""
+
+
+def main() -> int:
+    """Traces the request of the first argument."""
+    request = TraceRequest(**json.loads(sys.argv[1]))
+    # Megatron and Transformer Engine compile fused functions; dynamo would meet another fake mode.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ["FAKE_ALLOW_META"] = "1"
+
+    library = load_guard()
+    import torch  # noqa: F401
+
+    install_guard(library)
+    hide_packages(request)
+
+    from pacs_megatron.workbench.trace.step import trace_step
+
+    json.dump(trace_step(request), sys.stdout)
+    return 0
+
+
+def hide_packages(request: TraceRequest) -> None:
+    """Lets Megatron find no Apex, and Transformer Engine only where the request wants it."""
+    hidden = ["apex", "amp_C"]
+    if not request.transformer_engine or not has_transformer_engine():
+        hidden += ["transformer_engine", "transformer_engine_torch"]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed here."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def to_argument(request: TraceRequest) -> str:
+    """The request as the argument of this module."""
+    return json.dumps(asdict(request))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""One rank's step of the product's own policy on fake CUDA."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pacs_megatron.batching.split import plan_microbatches
+from pacs_megatron.batching.tables import select_tokens
+from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.config.layout import layout_of, ranks_to_start
+from pacs_megatron.config.load import load_config
+from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.models import ModelSpec, read_spec
+from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.shared.base import Objective
+from pacs_megatron.workbench.plan import constants
+from pacs_megatron.workbench.plan.known_models import need_config
+from pacs_megatron.workbench.trace.collectives import CollectiveTrace, join_fake_world
+from pacs_megatron.workbench.trace.cuda import GpuFacts, replace_cuda
+from pacs_megatron.workbench.trace.mode import FakeCuda
+from pacs_megatron.workbench.trace.rank import TraceRequest
+
+GIB = 2**30
+_DEFAULT_GPU = "h200"
+_REPORTED = ("entropy", "logprob", "loss", "mismatch_abs", "mismatch_kl", "mismatch_over")
+"""sums of an update's report, which the last stage of a pipeline broadcasts"""
+
+
+def trace_step(request: TraceRequest) -> dict[str, Any]:
+    """Executes the request's paths. Once per process, after the guard is installed.
+
+    Returns:
+        Peaks, live bytes, work and collectives by phase, in plain JSON values; see `_result`.
+    """
+    config = load_config(Path(request.config), request.overrides).config
+    spec = _spec_of(config, request)
+    world_size = ranks_to_start(config)
+    layout = layout_of(config, world_size)
+
+    collectives = CollectiveTrace()
+    mode = FakeCuda(collectives)
+    gpu = constants.GPUS[config.resources.gpu or _DEFAULT_GPU]
+    facts = GpuFacts(
+        name=f"NVIDIA {gpu.name.upper()}",
+        memory_bytes=int(gpu.memory_bytes),
+        per_node=config.resources.gpus_per_node or 1,
+    )
+    replace_cuda(facts, mode.ledger.resize)
+    if sys.modules.get("transformer_engine", "absent") is not None:
+        from pacs_megatron.workbench.trace import transformer_engine
+
+        transformer_engine.replace_kernels(mode)
+
+    with mode:
+        mode.start_phase("build")
+        join_fake_world(collectives, request.rank, world_size, facts.per_node)
+        run = _TracedRank(request, config, spec, layout, mode)
+        run.execute()
+    return _result(run, mode)
+
+
+def _spec_of(config: RunConfig, request: TraceRequest) -> ModelSpec:
+    shape = dict(request.shape)
+    if request.num_layers is not None:
+        shape["num_hidden_layers"] = request.num_layers
+    return read_spec({**need_config(config.model.path, "model.path"), **shape})
+
+
+class _TracedRank:
+    """The policy of one rank, and the phases that it went through."""
+
+    def __init__(
+        self,
+        request: TraceRequest,
+        config: RunConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        mode: FakeCuda,
+    ) -> None:
+        # After `replace_cuda`: the first import of Megatron looks for a GPU.
+        from pacs_megatron.parallel import groups
+        from pacs_megatron.policy.engine import MegatronPolicy
+        from pacs_megatron.training.context import build_model
+
+        self.request = request
+        self.config = config
+        self.spec = spec
+        self.mode = mode
+        self.seconds: dict[str, float] = {}
+        self.live_after: dict[str, int] = {}
+        self.rank = groups.initialize(layout, seed=1, control_timeout_s=600.0)
+        _stand_in_for_other_ranks(mode)
+
+        self.policy = build_model(config, self.rank, spec, config.optimizer, MegatronPolicy)
+        self._follow_modules()
+        self._follow_hidden_shape()
+        self._follow_update()
+
+    def execute(self) -> None:
+        """Runs the paths that the request names."""
+        runs: dict[str, Callable[[MiniBatch], None]] = {
+            "step": self._step,
+            "reference": self._reference,
+            "offload": self._offload,
+            "export": self._export,
+            "checkpoint": self._checkpoint,
+        }
+        self.objective = build_objective(
+            self.config.objective,
+            updates_per_step=max(self.config.batch.num_updates, self.request.index + 1),
+        )
+        minibatch = self._minibatch(self.objective)
+        for path in self.request.paths:
+            runs[path](minibatch)
+
+    # ------------------------------------------------------------------------------------ paths
+    def _step(self, minibatch: MiniBatch) -> None:
+        objective = self.objective
+        logprobs = {}
+        for name in objective.logprob_passes(self.request.index):
+            logprobs[f"{name}_logprobs"] = self._phase(
+                f"log-probs: {name}", functools.partial(self.policy.logprobs, minibatch, name)
+            )
+        minibatch = replace(minibatch, **logprobs)
+        step_inputs = objective.prepare_step(minibatch.facts)
+        for _ in range(self.request.updates):
+            self._phase("update", lambda: self.policy.update(minibatch, objective, step_inputs))
+
+    def _reference(self, minibatch: MiniBatch) -> None:
+        self._phase("take reference", lambda: self.policy.take_reference(reset_optimizer=True))
+        self._phase("log-probs: reference", lambda: self.policy.logprobs(minibatch, "reference"))
+
+    def _offload(self, minibatch: MiniBatch) -> None:
+        from pacs_megatron.policy.offload import Offload
+
+        policy = self.policy
+        policy.offload = Offload("all", policy.chunks, policy.optimizer, self.rank.device)
+        self._phase("off-load to the host", policy.offload.to_host)
+        self._phase("export while off-loaded", self._fill_buckets)
+        self._phase("off-load to the device", policy.offload.to_device)
+
+    def _export(self, minibatch: MiniBatch) -> None:
+        self._phase("export", self._fill_buckets)
+
+    def _fill_buckets(self) -> None:
+        from pacs_megatron.sglang.weights.bucket import Bucket
+
+        bucket = Bucket(2**29)
+        for name, tensor in self.policy.export_weights():
+            if not bucket.fits(tensor):
+                bucket.clear()
+            bucket.add(name, tensor)
+
+    def _checkpoint(self, minibatch: MiniBatch) -> None:
+        """Writes this rank's shards; without those of the others it cannot be loaded."""
+        from megatron.core.dist_checkpointing import state_dict_utils
+
+        from pacs_megatron.checkpoint.dist_files import prepare_sharded
+        from pacs_megatron.policy.state import own_copy, sharded_state
+
+        # Megatron checks that all ranks together cover every tensor; the others do not exist.
+        state_dict_utils.validate_sharding_integrity = lambda *_args, **_options: None
+        has_reference = self.policy.reference is not None
+        alone = self._group_of_this_rank()
+
+        with tempfile.TemporaryDirectory(prefix="pacs-trace-") as folder:
+            path = Path(folder)
+
+            def prepare() -> Any:
+                state = sharded_state(self.policy, is_loading=False, with_reference=has_reference)
+                return prepare_sharded(state, path, own_copy(self.policy))
+
+            prepared = self._phase("checkpoint: prepare", prepare)
+            self._phase("checkpoint: write", lambda: prepared.write(path, alone))
+
+    def _group_of_this_rank(self) -> Any:
+        groups = [
+            dist.new_group([number], backend="gloo") for number in range(dist.get_world_size())
+        ]
+        return groups[self.rank.rank]
+
+    # -------------------------------------------------------------------------------- recording
+    def _phase(self, name: str, call: Callable[[], Any]) -> Any:
+        self.mode.start_phase(name)
+        begin = time.perf_counter()
+        returned = call()
+        self.seconds[name] = time.perf_counter() - begin
+        self.live_after[name] = self.mode.ledger.live_bytes
+        return returned
+
+    def _follow_modules(self) -> None:
+        """Labels what a module's forward allocates with its path, without layer numbers."""
+        modules = self.mode.modules
+        for chunk in self.policy.chunks:
+            for path, module in chunk.named_modules():
+                kind = ".".join(part for part in path.split(".") if not part.isdigit())
+
+                def enter(*_args: Any, kind: str = kind) -> None:
+                    modules.append(kind)
+
+                def leave(*_args: Any) -> None:
+                    modules.pop()
+
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave, always_call=True)
+
+    def _follow_hidden_shape(self) -> None:
+        """Gives the mode the shape that a neighbour of the pipeline sends first."""
+        policy = self.policy
+        layout = self.rank.layout
+        build_batches = policy._batches
+
+        def batches(*args: Any, **options: Any) -> Any:
+            built = build_batches(*args, **options)
+            sequence = built[0].input_ids.shape[1]
+            if layout.sequence_parallel:
+                sequence //= layout.tp
+            self.mode.hidden_shape = (sequence, 1, self.spec.hidden_size)
+            return built
+
+        policy._batches = batches  # type: ignore[method-assign]
+
+    def _follow_update(self) -> None:
+        """Gives the parts of an update phases of their own."""
+        policy = self.policy
+        forward_backward = policy._forward_backward
+        optimizer_step = policy.optimizer.step
+
+        def traced_forward_backward(*args: Any, **options: Any) -> Any:
+            self.mode.start_phase("forward and backward")
+            returned = forward_backward(*args, **options)
+            self.mode.start_phase("update")
+            return returned
+
+        def traced_step() -> Any:
+            self.mode.start_phase("optimizer")
+            returned = optimizer_step()
+            self.mode.start_phase("update")
+            return returned
+
+        policy._forward_backward = traced_forward_backward  # type: ignore[method-assign]
+        policy.optimizer.step = traced_step  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------------------------- data
+    def _minibatch(self, objective: Objective) -> MiniBatch:
+        facts, tokens = self._samples()
+        plan = plan_microbatches(
+            facts,
+            layout=self.rank.layout,
+            tokens_per_microbatch=self.config.batch.tokens_per_microbatch,
+            keep_groups=bool(objective.statistics(self.request.index)),
+        )
+        own = np.flatnonzero(plan.owners(facts.num_samples) == self.rank.dp)
+        return MiniBatch(
+            facts=facts,
+            tokens=select_tokens(tokens, own, own),
+            plan=plan,
+            index=self.request.index,
+        )
+
+    def _samples(self) -> tuple[SampleFacts, TokenBuffers]:
+        """Groups with both labels; all samples have the same lengths."""
+        request = self.request
+        num_samples = request.num_groups * request.group_size
+        response = request.response_tokens
+        if response is None:
+            budget = self.config.batch.tokens_per_microbatch
+            response = max(8, budget // request.group_size - request.prompt_tokens)
+        response = min(response, max_sequence_tokens(self.config) - request.prompt_tokens)
+
+        prompt_lens = np.full(num_samples, request.prompt_tokens, dtype=np.int64)
+        response_lens = np.full(num_samples, response, dtype=np.int64)
+        labels = np.arange(num_samples) % 2.0
+        groups = np.repeat(np.arange(request.num_groups), request.group_size)
+        facts = SampleFacts(
+            ids=tuple(f"0:p{group}#{row}" for row, group in enumerate(groups)),
+            groups=groups,
+            labels=labels,
+            rewards=labels.copy(),
+            prompt_lens=prompt_lens,
+            response_lens=response_lens,
+            truncated=np.zeros(num_samples, dtype=bool),
+        )
+
+        generator = np.random.default_rng(0)
+        num_tokens = int((prompt_lens + response_lens).sum())
+        vocabulary = min(self.spec.vocab_size, 1000)
+        tokens = TokenBuffers(
+            index=np.arange(num_samples),
+            token_ids=generator.integers(0, vocabulary, num_tokens).astype(np.int32),
+            offsets=np.concatenate([[0], np.cumsum(prompt_lens + response_lens)]),
+            sampler_logprobs=generator.normal(-2, 0.5, int(response_lens.sum())).astype(np.float32),
+            response_offsets=np.concatenate([[0], np.cumsum(response_lens)]),
+        )
+        return facts, tokens
+
+
+def _stand_in_for_other_ranks(mode: FakeCuda) -> None:
+    """Replaces values that only another rank has.
+
+    A broadcast value is this rank's own, or the names of an update's report. Rows of other
+    data-parallel ranks are 0.
+    """
+    from megatron.core.optimizer import clip_grads
+
+    from pacs_megatron.policy import engine
+
+    replaced: Any = engine
+    names = ["max/mismatch_abs", "sum/mismatch_ratio", "sum/tokens"]
+    names += [f"sum/{name}" for name in _REPORTED]
+    gather = replaced.all_gather_by_index
+
+    def broadcast(value: Any, src: int, group: dist.ProcessGroup) -> Any:
+        mode.collectives.record_objects("broadcast_json", group)
+        return value or sorted(names)
+
+    def gather_own(*args: Any, **options: Any) -> Any:
+        return gather(*args, **options).nan_to_num(0.0)
+
+    replaced.broadcast_json = broadcast
+    replaced.all_gather_by_index = gather_own
+
+    # Without Apex and Transformer Engine Megatron builds a tensor from a list of CUDA scalars,
+    # which reads them below the dispatcher.
+    if sys.modules.get("transformer_engine", "absent") is None:
+
+        def norms(_size: int, _overflow: Any, lists: Any, *_args: Any) -> tuple[Any, None]:
+            squares = torch.stack([tensor.float().pow(2).sum() for tensor in lists[0]])
+            return squares.sum().sqrt().reshape(1), None
+
+        clip_grads.l2_norm_impl = norms
+
+
+def _result(run: _TracedRank, mode: FakeCuda) -> dict[str, Any]:
+    peaks = {}
+    for phase, peak in mode.ledger.peaks().items():
+        labels = [
+            {**asdict(label), "num_bytes": size} for label, size in peak.by_label.most_common()
+        ]
+        peaks[phase] = {"num_bytes": peak.num_bytes, "by_label": labels}
+
+    work = mode.work
+    return {
+        "rank": run.rank.rank,
+        "place": {name: getattr(run.rank, name) for name in ("tp", "pp", "dp", "ep")},
+        "num_layers": run.spec.num_layers,
+        "seconds": run.seconds,
+        "live_after": run.live_after,
+        "peaks": peaks,
+        "flops": dict(work.flops),
+        "moved_bytes": dict(work.moved_bytes),
+        "kernels": dict(work.kernels),
+        "host_to_device_bytes": dict(work.host_to_device_bytes),
+        "collectives": [call.to_json() for call in mode.collectives.calls],
+        "invented": dict(mode.invented),
+        "unknown_shapes": dict(mode.unknown_shapes),
+    }
