@@ -247,6 +247,45 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a.float() @ b.float()
 
 
+def _forward_chunk(
+    head: _Head,
+    positions: slice,
+    hidden: Tensor,
+    targets: Tensor,
+    gradients: _Gradients | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs, log-partition and entropies of one chunk; its gradients too, if they are known.
+
+    A function of its own, so that a chunk's logits are gone before the next chunk has its own.
+    """
+    logits = head.logits(hidden)
+    logprob, log_z, entropy = head.statistics(logits, targets)
+    if gradients is not None and head.loss_gradient is not None:
+        upstream, of_entropy = head.loss_gradient(positions, logprob, entropy)
+        by_entropy = None
+        if of_entropy is not None and entropy is not None:
+            by_entropy = (of_entropy, entropy)
+        of_logits = head.gradient_of_logits(logits, targets, log_z, upstream, by_entropy)
+        gradients.add(positions, hidden, of_logits)
+    return logprob, log_z, entropy
+
+
+def _backward_chunk(  # noqa: PLR0913  (what the forward pass saved)
+    head: _Head,
+    positions: slice,
+    hidden: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    of_logprobs: Tensor,
+    by_entropy: tuple[Tensor, Tensor] | None,
+    gradients: _Gradients,
+) -> None:
+    """Adds one chunk's gradients. A function of its own, as `_forward_chunk` is."""
+    logits = head.logits(hidden)
+    of_logits = head.gradient_of_logits(logits, targets, log_z, of_logprobs, by_entropy)
+    gradients.add(positions, hidden, of_logits)
+
+
 class _ChunkedLogProb(torch.autograd.Function):
     """`token_logprobs` with its gradient."""
 
@@ -266,18 +305,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         log_z = []
         entropies = []
         for positions in head.chunks(hidden.shape[0]):
-            logits = head.logits(hidden[positions])
-            logprob, chunk_log_z, entropy = head.statistics(logits, targets[positions])
-            if gradients is not None and head.loss_gradient is not None:
-                upstream, of_entropy = head.loss_gradient(positions, logprob, entropy)
-                by_entropy = None
-                if of_entropy is not None and entropy is not None:
-                    by_entropy = (of_entropy, entropy)
-                of_logits = head.gradient_of_logits(
-                    logits, targets[positions], chunk_log_z, upstream, by_entropy
-                )
-                gradients.add(positions, hidden[positions], of_logits)
-
+            logprob, chunk_log_z, entropy = _forward_chunk(
+                head, positions, hidden[positions], targets[positions], gradients
+            )
             logprobs.append(logprob)
             log_z.append(chunk_log_z)
             if entropy is not None:
@@ -310,14 +340,19 @@ class _ChunkedLogProb(torch.autograd.Function):
 
         gradients = _Gradients(head, hidden)
         for positions in head.chunks(hidden.shape[0]):
-            logits = head.logits(hidden[positions])
             by_entropy = None
             if of_entropies is not None:
                 by_entropy = (of_entropies[positions], entropies[positions])
-            of_logits = head.gradient_of_logits(
-                logits, targets[positions], log_z[positions], of_logprobs[positions], by_entropy
+            _backward_chunk(
+                head,
+                positions,
+                hidden[positions],
+                targets[positions],
+                log_z[positions],
+                of_logprobs[positions],
+                by_entropy,
+                gradients,
             )
-            gradients.add(positions, hidden[positions], of_logits)
         return gradients.of_hidden, gradients.of_weight.to(head.weight.dtype), None, None
 
 
