@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from pacs_megatron.objectives.registry import build_objective
 
 NUM_GROUPS = 1024
 GROUP_SIZE = 8
+SCORES = ("rloo", "dr_grpo", "grpo", "naive")
 TARGET_MS = 20.0
 REPEATS = 50
 
@@ -86,6 +88,14 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def options_of(score: str) -> PacsOptions:
+    """PACS with this score; `grpo` divides by a standard deviation, which needs a lower bound."""
+    options: dict[str, Any] = {"name": "pacs", "score": score, "reference": "frozen"}
+    if score == "grpo":
+        options["score_std_floor"] = 0.1
+    return PacsOptions.model_validate(options)
+
+
 def main() -> int:
     torch.set_num_threads(1)
     facts, proxy = make_batch()
@@ -96,11 +106,8 @@ def main() -> int:
     print(f"prepare, {NUM_GROUPS} x {GROUP_SIZE} samples, 1 thread, median of {REPEATS} calls, ms")
     print(f"{'score':<12}{'ordered':>10}{'shuffled':>10}")
     default_ms = 0.0
-    for score in ("rloo", "dr_grpo", "grpo", "naive"):
-        options = PacsOptions.model_validate(
-            {"name": "pacs", "score": score, "reference": "frozen"}
-        )
-        objective = build_objective(options, updates_per_step=1)
+    for score in SCORES:
+        objective = build_objective(options_of(score), updates_per_step=1)
         ordered_ms = median_ms(partial(objective.prepare, proxy, facts, None), REPEATS)
         shuffled_ms = median_ms(partial(objective.prepare, shuffled_proxy, shuffled, None), REPEATS)
         print(f"{score:<12}{ordered_ms:>10.2f}{shuffled_ms:>10.2f}")

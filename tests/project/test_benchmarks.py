@@ -4,12 +4,14 @@ themselves are not judged.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,33 @@ def run(script: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def load(script: str) -> Any:
+    """The script as a module; nothing is measured."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / "benchmarks" / f"{script}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_objectives_time_has_every_score() -> None:
+    from typing import get_args
+
+    from pacs_megatron.objectives.pacs import PacsOptions
+
+    objective = load("objective")
+    names = get_args(PacsOptions.model_fields["score"].annotation)
+    assert set(objective.SCORES) == set(names)
+    assert [objective.options_of(score).score for score in objective.SCORES] == [*objective.SCORES]
+
+
+def test_the_trainers_work_of_a_weight_sync_is_timed() -> None:
+    import torch
+
+    weights = {"a": torch.ones(300, 1000), "b": torch.ones(7)}
+    assert 0 < load("weight_sync").packing_seconds(weights, bucket_mib=1, repeats=2) < 60
 
 
 @pytest.mark.full
