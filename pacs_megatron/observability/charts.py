@@ -210,19 +210,27 @@ def _dots(points: Sequence[Point], colour: str, x_axis: _Axis, y_axis: _Axis) ->
 
 def _band(points: Sequence[Point], half_width: Sequence[float]) -> list[Point]:
     """The outline of a band: its upper edge from left to right, its lower edge back."""
-    low = -math.inf
-    high = math.inf
-    if all(0 <= value <= 1 for _, value in points):
-        # A band of shares ends at 0 and 1.
-        low = 0.0
-        high = 1.0
-
     upper = []
     lower = []
-    for (step, value), width in zip(points, half_width, strict=True):
-        upper.append((step, min(value + width, high)))
-        lower.append((step, max(value - width, low)))
+    edges = _band_edges([value for _, value in points], half_width)
+    for (step, _), (low, high) in zip(points, edges, strict=True):
+        upper.append((step, high))
+        lower.append((step, low))
     return upper + lower[::-1]
+
+
+def _band_edges(values: Sequence[float], half_width: Sequence[float]) -> list[tuple[float, float]]:
+    """(lower, upper) edge of a band at each point. A band of shares ends at 0 and 1."""
+    are_shares = all(0 <= value <= 1 for value in values)
+    edges = []
+    for value, width in zip(values, half_width, strict=True):
+        low = value - width
+        high = value + width
+        if are_shares:
+            low = max(low, 0.0)
+            high = min(high, 1.0)
+        edges.append((low, high))
+    return edges
 
 
 def _means(points: Sequence[Point]) -> list[Point]:
@@ -280,10 +288,10 @@ def _value_axis(chart: Chart) -> _Axis:
 
     are_shares = 0 <= low <= high <= 1
     for series in chart.series:
-        if series.half_width and not are_shares:  # a band may leave the range of the values
-            for value, width in zip(series.values, series.half_width, strict=True):
-                low = min(low, value - width)
-                high = max(high, value + width)
+        if series.half_width:  # a band may leave the range of the values
+            edges = _band_edges(series.values, series.half_width)
+            low = min(low, *(lower for lower, _ in edges))
+            high = max(high, *(upper for _, upper in edges))
 
     if chart.may_be_log and low > 0 and high / low > _LOG_FROM:
         return _log_axis(low, high)

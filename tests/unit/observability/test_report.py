@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from pacs_megatron.errors import PacsError
-from pacs_megatron.observability.charts import MAX_POINTS, Chart, Series, format_number, line_chart
+from pacs_megatron.observability.charts import (
+    BOTTOM,
+    HEIGHT,
+    MAX_POINTS,
+    TOP,
+    Chart,
+    Series,
+    format_number,
+    line_chart,
+)
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.runtime.run_folder import write_environment
@@ -254,6 +263,30 @@ def test_logarithmic_axis_only_if_allowed() -> None:
     assert a - b == pytest.approx(b - c, abs=0.2)
     (_, a), (_, b), (_, c) = curve_places(line_chart(Chart(title="t", series=series)))
     assert a - b < 0.02 * (b - c)
+
+
+@pytest.mark.parametrize(
+    ("values", "widths"),
+    [
+        ([0.001, 0.01, 0.5], [0.0, 0.02, 0.1]),  # shares: the band ends at 0
+        ([0.001, 0.01, 0.5], [0.0009, 0.0, 0.1]),  # shares: the band ends above 0
+        ([0.01, 1.0, 100.0], [0.01, 0.1, 1.0]),  # the band reaches 0
+        ([0.01, 1.0, 100.0], [0.02, 0.1, 1.0]),  # the band is below 0
+        ([0.01, 1.0, 100.0], [0.0099, 0.1, 50.0]),
+    ],
+)
+@pytest.mark.parametrize("may_be_log", [True, False])
+def test_a_band_stays_on_the_axis(
+    values: list[float], widths: list[float], may_be_log: bool
+) -> None:
+    """A logarithmic axis has no 0, so a band that reaches it gets a linear one."""
+    series = Series(name="x", points=list(enumerate(values)), half_width=widths)
+    figure = line_chart(Chart(title="t", series=[series], may_be_log=may_be_log))
+    band = re.search(r'class="band s0" points="([^"]+)"', figure)
+    assert band is not None
+    heights = [float(pair.partition(",")[2]) for pair in band[1].split()]
+    assert len(heights) == 2 * len(values)
+    assert min(heights) >= TOP - 0.1 and max(heights) <= HEIGHT - BOTTOM + 0.1
 
 
 def test_numbers() -> None:
