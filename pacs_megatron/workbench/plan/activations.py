@@ -11,6 +11,7 @@ from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout, logits_per_chunk
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.state import WIDTH, Item, layers_of_stage, table_of
 
@@ -194,7 +195,7 @@ def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float
     vocab = table_of(spec).padded_vocab // layout.tp
 
     # The positions of a chunk, as policy/head.py chooses them.
-    gpu = constants.GPUS.get(config.resources.gpu or "")
+    gpu = GPUS.get(config.resources.gpu or "")
     device_bytes = None if gpu is None else gpu.memory_bytes
     rows = min(tokens, max(1, logits_per_chunk(device_bytes) // vocab))
 

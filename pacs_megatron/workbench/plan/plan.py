@@ -13,8 +13,8 @@ from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec, read_spec
 from pacs_megatron.models.shape import shape_problems
+from pacs_megatron.runtime.gpus import GPUS, Gpu
 from pacs_megatron.workbench.plan import constants, memory, state, timing
-from pacs_megatron.workbench.plan.constants import Gpu
 from pacs_megatron.workbench.plan.known_models import need_config
 
 _MAX_MEM_FRACTION = 0.95
@@ -202,7 +202,7 @@ def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
     gpu = None
     gpu_bytes = 0.0
     if config.resources.gpu is not None:
-        gpu = constants.GPUS[config.resources.gpu]
+        gpu = GPUS[config.resources.gpu]
         gpu_bytes = gpu.memory_bytes
 
     stages = [memory.train_memory(config, spec, layout, stage) for stage in range(layout.pp)]

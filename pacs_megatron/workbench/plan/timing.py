@@ -13,10 +13,12 @@ from pacs_megatron.config.checks import max_response_tokens, max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.models import flops as model_flops
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective, passes_of
+from pacs_megatron.runtime.gpus import Gpu
 from pacs_megatron.workbench.plan import constants
-from pacs_megatron.workbench.plan.constants import Constant, Gpu
+from pacs_megatron.workbench.plan.constants import Constant
 from pacs_megatron.workbench.plan.memory import (
     StageMemory,
     kv_bytes_per_token,
@@ -119,24 +121,19 @@ def _inverse(rate: Constant) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------- FLOPs
 def active_matrix_parameters(spec: ModelSpec) -> int:
     """Elements of the layers' matrices that one token uses (top_k experts), without embeddings."""
-    queries = spec.num_heads * spec.head_dim
-    keys = spec.num_kv_heads * spec.head_dim
-    # Queries, keys, values, and the projection of the attention's output.
-    attention = spec.hidden_size * (2 * queries + 2 * keys)
-
     if spec.moe is None:
         mlp = 3 * spec.hidden_size * spec.ffn_size
     else:
         # The gate, up and down matrices of each expert, and the router.
         experts = spec.moe.top_k * 3 * spec.moe.expert_ffn_size
         mlp = spec.hidden_size * (experts + spec.moe.num_experts)
-    return spec.num_layers * (attention + mlp)
+    return spec.num_layers * (model_flops.attention_parameters(spec) + mlp)
 
 
 def forward_flops(
     spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float
 ) -> float:
-    """FLOPs of one forward pass.
+    """FLOPs of one forward pass: Megatron-LM's formula and the router of experts.
 
     Args:
         spec: the architecture.
@@ -144,12 +141,12 @@ def forward_flops(
         mean_length: tokens of a sequence.
         num_outputs: positions with a log-prob: only they pass the output layer.
     """
-    matrices = 2 * active_matrix_parameters(spec) * num_tokens
-    # Scores and their product with the values: 2 * 2 * s * heads * head_dim per token, half of it
-    # masked.
-    attention = 2 * mean_length * spec.num_heads * spec.head_dim * spec.num_layers * num_tokens
-    head = 2 * spec.hidden_size * spec.vocab_size * num_outputs
-    return matrices + attention + head
+    tokens = model_flops.PassedTokens(num_tokens, num_tokens * mean_length, num_outputs)
+    by_megatron = model_flops.forward_flops(spec, spec.vocab_size, tokens)
+    if spec.moe is None:
+        return by_megatron
+    router = 2 * spec.num_layers * spec.hidden_size * spec.moe.num_experts * num_tokens
+    return by_megatron + router
 
 
 def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tuple[float, float]:
@@ -181,9 +178,7 @@ def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tu
 
 def _attention_matrix_flops(spec: ModelSpec) -> int:
     """FLOPs of one token in all layers' attention matrices, without the scores."""
-    queries = spec.num_heads * spec.head_dim
-    keys = spec.num_kv_heads * spec.head_dim
-    return 2 * spec.hidden_size * (2 * queries + 2 * keys) * spec.num_layers
+    return 2 * spec.num_layers * model_flops.attention_parameters(spec)
 
 
 def _num_coupled_updates(config: RunConfig, lengths: Lengths) -> int:

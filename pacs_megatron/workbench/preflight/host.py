@@ -20,7 +20,7 @@ from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import PacsError
 from pacs_megatron.runtime.environment import DRIVER_FILES, installed, job_port
 from pacs_megatron.runtime.files import GIB, disk_error, existing_parent
-from pacs_megatron.workbench.plan import constants
+from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan.memory import host_step_bytes
 from pacs_megatron.workbench.plan.plan import Plan
 from pacs_megatron.workbench.plan.state import state_items, total_bytes
@@ -107,7 +107,7 @@ def check_gpus(loaded: LoadedConfig) -> Iterator[Check]:
     total_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     planned_gib = 0.0
     if config.resources.gpu is not None:
-        planned_gib = constants.GPUS[config.resources.gpu].memory_gib
+        planned_gib = GPUS[config.resources.gpu].memory_gib
     is_planned = abs(total_gib - planned_gib) < 0.05 * planned_gib
     name = torch.cuda.get_device_name(0)
     message = f"{name}, {total_gib:.1f} GiB, planned with {planned_gib} GiB"

@@ -17,6 +17,7 @@ from pacs_megatron.config.layout import layout_of
 from pacs_megatron.errors import PacsError
 from pacs_megatron.runtime.environment import find_rank, installed
 from pacs_megatron.runtime.files import existing_parent
+from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.preflight.check import Check, judged
 from pacs_megatron.workbench.preflight.doctor import driver_version
@@ -255,7 +256,7 @@ def _all_reduce(loaded: LoadedConfig, rank: Any) -> list[Check]:
     expected_gb_s = 0.0
     resources = loaded.config.resources
     if tensor.is_cuda and resources.gpu is not None:
-        nvlink_gb_s = constants.GPUS[resources.gpu].nvlink_gb_s
+        nvlink_gb_s = GPUS[resources.gpu].nvlink_gb_s
         expected_gb_s = nvlink_gb_s if resources.nodes == 1 else constants.NETWORK_GB_S.value
 
     message = (

@@ -25,7 +25,7 @@ from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.models import ModelSpec, read_spec
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import Objective
-from pacs_megatron.workbench.plan import constants
+from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan.known_models import need_config
 from pacs_megatron.workbench.trace.collectives import CollectiveTrace, join_fake_world
 from pacs_megatron.workbench.trace.cuda import GpuFacts, replace_cuda
@@ -51,7 +51,7 @@ def trace_step(request: TraceRequest) -> dict[str, Any]:
 
     collectives = CollectiveTrace()
     mode = FakeCuda(collectives)
-    gpu = constants.GPUS[config.resources.gpu or _DEFAULT_GPU]
+    gpu = GPUS[config.resources.gpu or _DEFAULT_GPU]
     facts = GpuFacts(
         name=f"NVIDIA {gpu.name.upper()}",
         memory_bytes=int(gpu.memory_bytes),

@@ -18,6 +18,7 @@ from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.runtime.files import GIB
+from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan import (
     activations,
     command,
@@ -84,9 +85,7 @@ def test_shipped_configs_plan_and_fit(path: Path) -> None:
     loaded = load_config(path)
     plan = make_plan(loaded)
     assert plan.fits
-    assert (
-        plan.peak.total > 0.3 * constants.GPUS["h100"].memory_gib * GIB
-    )  # else the layout wastes GPUs
+    assert plan.peak.total > 0.3 * GPUS["h100"].memory_gib * GIB  # else the layout wastes GPUs
     resources = loaded.config.resources
     parallel = loaded.config.parallel
     objective, rest = path.stem.split("-", 1)
@@ -105,7 +104,7 @@ def test_shipped_configs_recompute_only_where_memory_is_short(path: Path) -> Non
     """
     config = load_config(path).config
     plan = make_plan(load_config(path, ["parallel.recompute.granularity=none"]))
-    share = max(stage.total for stage in plan.stages) / (constants.GPUS["h100"].memory_gib * GIB)
+    share = max(stage.total for stage in plan.stages) / (GPUS["h100"].memory_gib * GIB)
     assert config.parallel.recompute.granularity == ("none" if share <= 0.93 else "full"), (
         f"{share:.2f} without recompute"
     )
@@ -132,7 +131,7 @@ WITH_WHOLE_GROUPS = ["pacs-qwen3-30b-a3b-4n8g-ep8", "pacs-qwen3-32b-4n8g-tp8-fp8
 def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_path: Path) -> None:
     """With the recomputation that a run needs anyway, and at most 93 % of the memory."""
     plan = make_plan(load_config(path))
-    most = 0.93 * constants.GPUS["h100"].memory_gib * GIB
+    most = 0.93 * GPUS["h100"].memory_gib * GIB
     holds = timing.keeps_groups_together(plan.config, plan.lengths)
     assert holds == (path.stem in WITH_WHOLE_GROUPS) and plan.stages[0].total <= max(
         most, make_plan(load_config(path, ["batch.tokens_per_microbatch=9216"])).stages[0].total

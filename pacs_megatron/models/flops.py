@@ -1,0 +1,92 @@
+"""FLOPs of a model's passes, by Megatron-LM's formula, and the tokens that they depend on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pacs_megatron.models.config_reader import ModelSpec
+
+TRAINING_FACTOR = 3
+"""FLOPs of forward and backward over those of forward: the backward pass has two products for each
+product of the forward pass (`forward_backward_expansion_factor`)
+"""
+
+
+@dataclass(slots=True)
+class PassedTokens:
+    """Numbers of tokens that passed a model."""
+
+    inputs: float = 0.0
+    """sum over sequences of the length L"""
+    squares: float = 0.0
+    """sum over sequences of L * L"""
+    outputs: float = 0.0
+    """positions that passed the output layer"""
+
+    def add(self, input_lens: np.ndarray, output_lens: np.ndarray) -> None:
+        """Adds sequences.
+
+        Args:
+            input_lens: int64 [n], input tokens of each sequence.
+            output_lens: int64 [n], positions of each sequence that pass the output layer.
+        """
+        lens = input_lens.astype(np.float64)
+        self.inputs += float(lens.sum())
+        self.squares += float(np.square(lens).sum())
+        self.outputs += float(output_lens.sum())
+
+
+def attention_parameters(spec: ModelSpec) -> int:
+    """Elements of one layer's matrices of queries, keys, values and the attention's output."""
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    return spec.hidden_size * (2 * queries + 2 * keys)
+
+
+def forward_flops(spec: ModelSpec, vocab_size: int, tokens: PassedTokens) -> float:
+    """FLOPs of a forward pass by Megatron-LM's formula.
+
+    Source: `num_floating_point_operations` of Megatron-LM, megatron/training/training.py
+    (megatron-core 0.19.2, lines 390 to 902; `transformer_flops`), without its factor 3 for the
+    backward pass. Two FLOPs are one multiply-add. The scores of the attention are halved for the
+    causal mask. Norms, rotations, softmax and the router of experts are not counted.
+
+    One term has another number of tokens: Megatron computes logits at every position, this trainer
+    only where a response token is predicted. With `outputs = inputs` the result is Megatron's.
+
+    Args:
+        spec: the architecture; a critic's output layer has one row.
+        vocab_size: rows of the output layer; Megatron counts the padded ones.
+        tokens: of all sequences.
+    """
+    mlp_width = spec.ffn_size
+    if spec.moe is not None:
+        mlp_width = spec.moe.top_k * spec.moe.expert_ffn_size
+    # Gate, up and down matrix of SwiGLU.
+    mlp = 3 * spec.hidden_size * mlp_width
+    matrices = 2 * spec.num_layers * (attention_parameters(spec) + mlp) * tokens.inputs
+
+    # Scores and their product with the values: 2 * 2 * L * L for each element of the queries, half
+    # of it masked.
+    queries = spec.num_heads * spec.head_dim
+    attention = 2 * spec.num_layers * queries * tokens.squares
+
+    rows = 1 if spec.head == "value" else vocab_size
+    head = 2 * spec.hidden_size * rows * tokens.outputs
+    return matrices + attention + head
+
+
+def total_flops(
+    spec: ModelSpec, vocab_size: int, forward: PassedTokens, trained: PassedTokens
+) -> float:
+    """FLOPs of forward-only passes and of updates, without recomputation.
+
+    Args:
+        spec: the architecture.
+        vocab_size: rows of the output layer.
+        forward: tokens of the forward-only passes.
+        trained: tokens of the updates.
+    """
+    of_forward = forward_flops(spec, vocab_size, forward)
+    of_updates = TRAINING_FACTOR * forward_flops(spec, vocab_size, trained)
+    return of_forward + of_updates

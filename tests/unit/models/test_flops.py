@@ -1,0 +1,46 @@
+"""FLOPs by Megatron-LM's formula, against its own values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pacs_megatron.models.flops import PassedTokens, forward_flops, total_flops
+from pacs_megatron.workbench.plan.known_models import find_spec
+
+LENS = np.array([100, 2000, 777])
+# num_floating_point_operations of megatron-core 0.19.2 (megatron/training/training.py) with these
+# lengths as `total_real_tokens_in_batch` and `seqlen_squared_sum_in_batch`.
+BY_MEGATRON = {
+    "Qwen/Qwen3-8B": 134722427387904.0,
+    "Qwen/Qwen3-30B-A3B": 57730450194432.0,
+}
+
+
+@pytest.mark.parametrize("name", BY_MEGATRON)
+def test_an_update_has_the_flops_of_megatrons_formula(name: str) -> None:
+    spec = find_spec(name)
+    assert spec is not None
+    trained = PassedTokens()
+    trained.add(LENS[:1], LENS[:1])
+    trained.add(LENS[1:], LENS[1:])
+    assert total_flops(spec, 151936, PassedTokens(), trained) == BY_MEGATRON[name]
+    assert total_flops(spec, 151936, trained, PassedTokens()) == BY_MEGATRON[name] / 3
+
+
+def test_logits_are_counted_where_they_are_computed() -> None:
+    spec = find_spec("Qwen/Qwen3-8B")
+    assert spec is not None
+    some = PassedTokens()
+    some.add(LENS, LENS // 2)
+    every = PassedTokens()
+    every.add(LENS, LENS)
+    fewer = int(LENS.sum() - (LENS // 2).sum())
+    head = 2 * spec.hidden_size * 151936
+    assert forward_flops(spec, 151936, every) - forward_flops(spec, 151936, some) == head * fewer
+
+    critic = spec.critic()
+    values = forward_flops(critic, 151936, some)
+    assert (
+        forward_flops(spec, 151936, some) - values == (head - 2 * spec.hidden_size) * some.outputs
+    )
