@@ -94,7 +94,7 @@ class MegatronOptions(Options):
 
     gradient_accumulation_fusion: bool | None = None
     """Fuse the addition of a weight's gradient to the fp32 buffer into the GEMM. null: on with
-    Transformer Engine.
+    Transformer Engine's or Apex's kernel.
     """
 
     moe_permute_fusion: bool = False

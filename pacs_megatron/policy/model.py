@@ -409,6 +409,7 @@ def transformer_config(
         # neighbours are the same rank (pp = 2). One direction at a time works for any pp.
         arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
+    precision.check_kernels(parallel.megatron, dtype, machine)
     arguments |= _recompute_arguments(parallel, machine)
     arguments |= precision.megatron_arguments(options, machine)
     arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)
@@ -554,7 +555,7 @@ def build_chunks(
         moe_utils.te_general_gemm = None
     # Megatron's output layer rejects the fused weight gradient without Apex's kernel. This layer
     # computes no gradient, because the head reads its weight. Transformer Engine's layers have
-    # their own kernel.
+    # their own kernel, and without one `check_kernels` rejects the option.
     layers._grad_accum_fusion_available = True
 
     vpp = config.virtual_pipeline_model_parallel_size

@@ -12,7 +12,7 @@ import torch
 
 from pacs_megatron.config.schema import Fp8Options, MegatronOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.runtime.environment import installed
+from pacs_megatron.runtime.environment import ApexKind, apex_kind, check_apex, installed
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,8 +33,8 @@ _FP8_NEEDS: dict[str, tuple[Version, Version, Version]] = {
     "blockwise": ((2, 3), (9, 0), (12, 9)),
 }
 """FP8 recipe -> oldest Transformer Engine, compute capability and CUDA"""
-_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""`exp_avg_dtype` and `exp_avg_sq_dtype` -> type of Adam's moments"""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""`precision.dtype`, `exp_avg_dtype` and `exp_avg_sq_dtype` -> type of weights and moments"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class Machine:
     """of CUDA that torch was built with"""
     transformer_engine: Version | None
     """None if it is not installed"""
-    apex: bool
-    """whether NVIDIA Apex's fused kernels are importable"""
+    apex: ApexKind
+    """the package `apex`; Megatron-Core uses NVIDIA's where Transformer Engine is not installed"""
     megatron: Version
     """of megatron-core"""
-    foreign_apex: bool
-    """whether a package named apex is installed that is not NVIDIA's (PyPI's is a web toolkit)"""
+    gradient_fusion: bool = False
+    """whether Apex's kernel is importable that adds a weight's gradient to the fp32 buffer"""
 
 
 def _parse(version: str | None) -> Version | None:
@@ -67,17 +67,15 @@ def _parse(version: str | None) -> Version | None:
 def inspect_machine() -> Machine:
     """Inspects this machine without importing the packages."""
     cuda = torch.cuda.is_available()
-    has_apex_name = importlib.util.find_spec("apex") is not None
-    has_apex_kernels = importlib.util.find_spec("amp_C") is not None
     engine = installed("transformer-engine") or installed("transformer-engine-torch")
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
         cuda_version=_parse(torch.version.cuda),
         transformer_engine=_parse(engine),
-        apex=has_apex_name and has_apex_kernels,
+        apex=apex_kind(),
         megatron=_parse(installed("megatron-core")) or (0, 16),
-        foreign_apex=has_apex_name and not has_apex_kernels,
+        gradient_fusion=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
 
 
@@ -93,8 +91,15 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
     """Checks that this machine supports `options`.
 
     Raises:
-        ConfigError: with the reason, if this GPU, CUDA or Transformer Engine does not.
+        ConfigError: with the reason, if this GPU, CUDA, Transformer Engine or Apex does not.
     """
+    check_apex()
+    if machine.cuda and machine.transformer_engine is None and machine.apex == "no kernels":
+        raise ConfigError(
+            "NVIDIA Apex is installed without its CUDA kernels (no amp_C), and Megatron-Core uses "
+            "its FusedAdam where Transformer Engine is not installed; build it with --cpp_ext and "
+            "--cuda_ext, or run `pip uninstall apex`"
+        )
     if machine.cuda and machine.transformer_engine is not None:
         _check_transformer_engine(machine.transformer_engine, machine.megatron)
     if options.fp8 is not None:
@@ -158,7 +163,10 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
         fp8 = f"{options.fp8.recipe}/{options.fp8.format}"
 
     if machine.cuda:
-        used = f"{_layers(options, machine)}, FusedAdam of {_fused_adam(machine)}"
+        used = f"{_layers(options, machine)}, {_adam(machine)}"
+        is_local = not _has_transformer_layers(options, machine)
+        if is_local and _has_gradient_fusion(_DTYPES[options.dtype], machine):
+            used += ", fused weight gradients of NVIDIA Apex"
     else:
         used = "local layers, torch AdamW"
     line = f"precision {options.dtype}, fp8 {fp8}; using {used}"
@@ -166,11 +174,11 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
     missing = _missing(machine)
     if missing:
         line += f"; missing: {', '.join(missing)}"
-    if machine.foreign_apex:
-        line += (
-            "; the installed package 'apex' is PyPI's web toolkit, not NVIDIA Apex: uninstall it"
-        )
     return line
+
+
+def _has_transformer_layers(options: PrecisionOptions, machine: Machine) -> bool:
+    return uses_transformer_engine(_DTYPES[options.dtype], machine)
 
 
 def _layers(options: PrecisionOptions, machine: Machine) -> str:
@@ -178,18 +186,18 @@ def _layers(options: PrecisionOptions, machine: Machine) -> str:
     engine = machine.transformer_engine
     if engine is None:
         return "local layers"
-    if options.dtype == "bf16":
+    if _has_transformer_layers(options, machine):
         return f"Transformer Engine {_text(engine)}"
     return "local layers (Transformer Engine's attention has no fp32)"
 
 
-def _fused_adam(machine: Machine) -> str:
-    """The package of the optimizer on a machine with CUDA."""
+def _adam(machine: Machine) -> str:
+    """The optimizer on a machine with CUDA; Megatron-Core prefers Transformer Engine's."""
     if machine.transformer_engine is not None:
-        return "Transformer Engine"
-    if machine.apex:
-        return "Apex"
-    return "torch (AdamW)"
+        return "FusedAdam of Transformer Engine"
+    if machine.apex == "nvidia":
+        return "FusedAdam of NVIDIA Apex"
+    return "AdamW of torch"
 
 
 def _missing(machine: Machine) -> list[str]:
@@ -199,14 +207,14 @@ def _missing(machine: Machine) -> list[str]:
     missing = []
     if machine.transformer_engine is None:
         missing.append("Transformer Engine")
-    if not machine.apex:
+    if machine.apex != "nvidia":
         missing.append("NVIDIA Apex")
     return missing
 
 
 def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str, Any]:
     """Keyword arguments of TransformerConfig for this precision on this machine."""
-    dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
+    dtype = _DTYPES[options.dtype]
     has_te = uses_transformer_engine(dtype, machine)
     arguments: dict[str, Any] = {
         "params_dtype": dtype,
@@ -259,13 +267,46 @@ def megatron_options(
     """
     values = {name: value for name, value in options.model_dump().items() if value is not None}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        values[name] = _MOMENT_DTYPES[values[name]]
+        values[name] = _DTYPES[values[name]]
     overlap = values.setdefault("overlap_grad_reduce", machine.cuda)
     values.setdefault("overlap_param_gather", overlap)
-    values.setdefault("gradient_accumulation_fusion", uses_transformer_engine(dtype, machine))
+    values.setdefault("gradient_accumulation_fusion", _has_gradient_fusion(dtype, machine))
 
     names = {field.name for field in dataclasses.fields(target)}
     return {name: value for name, value in values.items() if name in names}
+
+
+def _has_gradient_fusion(dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether a kernel can add a weight's gradient to the fp32 buffer: Transformer Engine's in its
+    layers, Apex's in the local layers.
+
+    fp32 does not use Apex's: it calls cublasGemmEx with CUBLAS_GEMM_DEFAULT_TENSOR_OP, which allows
+    products in 16 bits (Apex, csrc/megatron/fused_weight_gradient_dense_cuda.cu).
+    """
+    of_apex = machine.cuda and machine.gradient_fusion and dtype is torch.bfloat16
+    return uses_transformer_engine(dtype, machine) or of_apex
+
+
+def check_kernels(options: MegatronOptions, dtype: torch.dtype, machine: Machine) -> None:
+    """Checks that a package has the kernels of `options`.
+
+    Raises:
+        ConfigError: with the package that is missing.
+    """
+    if options.gradient_accumulation_fusion and not _has_gradient_fusion(dtype, machine):
+        raise ConfigError(
+            "parallel.megatron.gradient_accumulation_fusion=true needs Transformer Engine, or "
+            "NVIDIA Apex with fused_weight_gradient_mlp_cuda; install one of them, or remove the "
+            "key"
+        )
+
+    # With optimizer_cpu_offload the CPU computes the update.
+    is_on_gpu = machine.cuda and not options.optimizer_cpu_offload
+    if options.use_precision_aware_optimizer and is_on_gpu and machine.transformer_engine is None:
+        raise ConfigError(
+            "parallel.megatron.use_precision_aware_optimizer=true needs Transformer Engine's "
+            "FusedAdam (Apex's has no such mode); install transformer-engine, or remove the key"
+        )
 
 
 def start_userbuffers(config: "TransformerConfig", tokens: int) -> None:

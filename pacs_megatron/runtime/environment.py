@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.waiting import run_program
@@ -58,6 +60,36 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+ApexKind = Literal["none", "nvidia", "no kernels", "foreign"]
+"""Installed package `apex`: none, NVIDIA's, NVIDIA's without CUDA kernels, or PyPI's namesake."""
+
+
+def apex_kind() -> ApexKind:
+    """The package that is installed as `apex`; it is not imported.
+
+    PyPI's `apex` is a web toolkit. NVIDIA's has `apex/optimizers` and, built with `--cuda_ext`, the
+    module `amp_C`.
+    """
+    spec = find_spec("apex")
+    # Without an origin it is a folder of this name in the working directory, not a package.
+    if spec is None or spec.origin is None:
+        return "none"
+    folders = spec.submodule_search_locations or ()
+    if not any((Path(folder) / "optimizers").is_dir() for folder in folders):
+        return "foreign"
+    return "nvidia" if find_spec("amp_C") is not None else "no kernels"
+
+
+def check_apex() -> None:
+    """Raises ConfigError if PyPI's `apex` is installed: Megatron-Core imports `apex` by name."""
+    if apex_kind() == "foreign":
+        version = installed("apex") or "of unknown version"
+        raise ConfigError(
+            f"the installed package apex {version} is PyPI's web toolkit, expected NVIDIA's or "
+            "none: Megatron-Core imports it by name; run `pip uninstall apex`"
+        )
 
 
 @dataclass(frozen=True, slots=True)

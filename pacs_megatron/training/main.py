@@ -23,7 +23,7 @@ from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime import run_folder as folders
 from pacs_megatron.runtime.command_line import report_error
-from pacs_megatron.runtime.environment import hide_gpus
+from pacs_megatron.runtime.environment import check_apex, hide_gpus
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
@@ -88,6 +88,7 @@ def run_rank(config_path: Path, overrides: Sequence[str]) -> ExitCode:
 def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
     rank_number = int(os.environ.get("RANK", "0"))
     setup_logging(None, rank_number)
+    check_apex()  # before Megatron-Core imports a package of this name
     if not loaded.config.resources.gpus_per_node and hide_gpus() and not rank_number:
         logger.info("resources.gpus_per_node=0: the run uses the CPU, not this host's GPUs")
     if rank_number:

@@ -46,9 +46,8 @@ MACHINE = precision.Machine(
     capability=(9, 0),
     cuda_version=(13, 0),
     transformer_engine=(2, 11),
-    apex=False,
+    apex="none",
     megatron=(0, 16),
-    foreign_apex=False,
 )
 CALLS: dict[str, int] = {}
 """Forwards of each kind of module, so that a test can see that Transformer Engine's modules ran."""

@@ -14,7 +14,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pacs_megatron.runtime.environment import DRIVER_FILES, installed
+from pacs_megatron.runtime.environment import DRIVER_FILES, apex_kind, installed
 from pacs_megatron.runtime.shipped import shipped_folder
 from pacs_megatron.runtime.waiting import try_program
 from pacs_megatron.workbench.preflight.check import Check, judged
@@ -182,18 +182,19 @@ def transformer_engine() -> Check:
 
 
 def apex() -> Check:
-    """NVIDIA Apex contains `amp_C`; PyPI's `apex` is an abandoned web toolkit of the same name."""
+    """NVIDIA Apex; PyPI's `apex` is an abandoned web toolkit of the same name."""
     key = "NVIDIA Apex"
-    version = installed("apex")
-    if find_spec("amp_C") is not None:
+    version = installed("apex") or "of unknown version"
+    kind = apex_kind()
+    if kind == "nvidia":
         return Check("ok", key, "fused optimizer kernels are installed")
-    if version is None:
+    if kind == "none":
         message = "not installed; Transformer Engine or torch supply the fused optimizer"
         return Check("none", key, message)
-    message = (
-        f"`apex` {version} is installed, but without NVIDIA's kernels: PyPI's apex is another "
-        "package"
-    )
+    if kind == "no kernels":
+        message = f"`apex` {version} was built without its CUDA kernels (no amp_C)"
+        return Check("fail", key, message, "build it with --cpp_ext and --cuda_ext, or uninstall")
+    message = f"`apex` {version} is PyPI's package of this name, not NVIDIA's: a run rejects it"
     return Check("fail", key, message, "pip uninstall apex; build NVIDIA's from source")
 
 

@@ -29,9 +29,8 @@ H100 = precision.Machine(
     capability=(9, 0),
     cuda_version=(13, 0),
     transformer_engine=(2, 11),
-    apex=False,
+    apex="none",
     megatron=(0, 16),
-    foreign_apex=False,
 )
 CPU = precision.inspect_machine()
 ALL = MegatronOptions(
@@ -110,10 +109,60 @@ def test_the_log_line_lists_used_and_missing_capabilities() -> None:
     )
     assert "no CUDA" in precision.describe(PrecisionOptions(dtype="fp32"), CPU)
     assert "attention has no fp32" in precision.describe(PrecisionOptions(dtype="fp32"), H100)
-    foreign = precision.describe(
-        PrecisionOptions(), machine(foreign_apex=True, transformer_engine=None)
+    without = precision.describe(PrecisionOptions(), machine(transformer_engine=None))
+    assert "using local layers, AdamW of torch; missing: Transformer Engine, NVIDIA Apex" in without
+
+
+def test_the_log_line_names_apex() -> None:
+    with_apex = machine(transformer_engine=None, apex="nvidia", gradient_fusion=True)
+    line = precision.describe(PrecisionOptions(), with_apex)
+    assert line == (
+        "precision bf16, fp8 off; using local layers, FusedAdam of NVIDIA Apex, fused weight "
+        "gradients of NVIDIA Apex; missing: Transformer Engine"
     )
-    assert "PyPI's web toolkit, not NVIDIA Apex" in foreign and "torch (AdamW)" in foreign
+    # Megatron-Core prefers Transformer Engine's Adam; Apex's gradient kernel is of local layers.
+    both = precision.describe(PrecisionOptions(), machine(apex="nvidia", gradient_fusion=True))
+    assert both.endswith("using Transformer Engine 2.11, FusedAdam of Transformer Engine")
+
+
+def test_apex_without_its_kernels_is_rejected_where_megatron_would_use_it() -> None:
+    without_kernels = machine(transformer_engine=None, apex="no kernels")
+    with pytest.raises(ConfigError, match=r"without its CUDA kernels \(no amp_C\).*--cuda_ext"):
+        precision.check(PrecisionOptions(), without_kernels)
+    precision.check(PrecisionOptions(), machine(apex="no kernels"))
+    precision.check(PrecisionOptions(), machine(apex="no kernels", cuda=False))
+
+
+def test_the_fused_gradient_needs_a_kernel() -> None:
+    """Apex's kernel computes it in the local layers, Transformer Engine's in its own."""
+    local = machine(transformer_engine=None)
+    with_apex = machine(transformer_engine=None, apex="nvidia", gradient_fusion=True)
+    asked = MegatronOptions(gradient_accumulation_fusion=True)
+
+    def is_on(of_machine: precision.Machine, dtype: torch.dtype) -> bool:
+        options = precision.megatron_options(
+            TransformerConfig, MegatronOptions(), of_machine, dtype
+        )
+        return bool(options["gradient_accumulation_fusion"])
+
+    assert is_on(with_apex, torch.bfloat16)
+    assert not is_on(with_apex, torch.float32), "its products of fp32 may have 16 bits"
+    assert not is_on(local, torch.bfloat16)
+    precision.check_kernels(asked, torch.bfloat16, with_apex)
+    with pytest.raises(ConfigError, match="needs Transformer Engine, or NVIDIA Apex with"):
+        precision.check_kernels(asked, torch.bfloat16, local)
+    precision.check_kernels(asked, torch.bfloat16, H100)
+    precision.check_kernels(MegatronOptions(), torch.bfloat16, local)
+
+
+def test_moments_in_bf16_need_transformer_engines_adam() -> None:
+    asked = MegatronOptions(use_precision_aware_optimizer=True)
+    with_apex = machine(transformer_engine=None, apex="nvidia")
+    with pytest.raises(ConfigError, match="needs Transformer Engine's FusedAdam"):
+        precision.check_kernels(asked, torch.bfloat16, with_apex)
+    precision.check_kernels(asked, torch.bfloat16, H100)
+    on_host = asked.model_copy(update={"optimizer_cpu_offload": True})
+    precision.check_kernels(on_host, torch.bfloat16, with_apex)
 
 
 def test_fp32_never_takes_transformer_engines_attention() -> None:

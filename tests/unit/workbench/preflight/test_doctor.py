@@ -26,11 +26,21 @@ def test_a_driver_without_a_gpu_that_torch_sees(
     assert found.level == "fail" and "driver 580.95.05" in found.message
 
 
-def test_pypis_apex_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda _name: None)
-    monkeypatch.setattr(doctor, "installed", lambda name: "0.9.10" if name == "apex" else None)
+@pytest.mark.parametrize(
+    ("kind", "level", "fix"),
+    [
+        ("foreign", "fail", "pip uninstall apex"),
+        ("no kernels", "fail", "--cuda_ext"),
+        ("none", "none", ""),
+        ("nvidia", "ok", ""),
+    ],
+)
+def test_apex_is_nvidias_with_its_kernels(
+    kind: str, level: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "apex_kind", lambda: kind)
     found = doctor.apex()
-    assert found.level == "fail" and "pip uninstall apex" in found.fix
+    assert found.level == level and fix in found.fix
 
 
 @pytest.mark.parametrize(
