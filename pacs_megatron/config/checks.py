@@ -151,6 +151,9 @@ _REQUIREMENTS: list[Requirement] = [
     ("mismatch.score_noise_every", "objective.name", ("pacs",)),
     ("mismatch.max_score_noise", "mismatch.score_noise_every", 0),
     ("mismatch.min_score_snr", "mismatch.score_noise_every", 0),
+    ("observability.profile.kind", "resources.gpus_per_node", 0),
+    ("observability.profile.servers", "rollout.engine", ("sglang",)),
+    ("observability.profile.server_forwards", "observability.profile.servers", (True,)),
 ]
 
 
@@ -457,6 +460,29 @@ def _stop_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _profile_problems(config: RunConfig) -> Iterator[str]:
+    """Steps and ranks to profile that the run does not have."""
+    profile = config.observability.profile
+    if profile is None:
+        return
+    last = config.run.steps
+    missing = [step for step in profile.steps if step > last]
+    if missing:
+        yield (
+            f"observability.profile.steps contains {missing[0]}, but run.steps={last}; use steps "
+            f"from 1 to {last}"
+        )
+
+    world_size = ranks_to_start(config)
+    is_known = config.resources.gpus_per_node or config.run.nproc is not None
+    missing = [rank for rank in profile.ranks if rank >= world_size]
+    if is_known and missing:
+        yield (
+            f"observability.profile.ranks contains {missing[0]}, but the run has {world_size} "
+            f"ranks; use ranks from 0 to {world_size - 1}"
+        )
+
+
 def _evaluation_problems(config: RunConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if not evaluation.benchmarks:
@@ -497,6 +523,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _dataset_problems,
     _optimizer_problems,
     _stop_problems,
+    _profile_problems,
     _evaluation_problems,
 )
 """In the order of their messages: the command line shows the first problem."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.config.rollout_options import RolloutOptions
@@ -502,6 +502,37 @@ class LoggingOptions(Options):
     """
 
 
+class ProfileOptions(Options):
+    """A profile of some steps, written to `profile/` of the run folder."""
+
+    steps: tuple[PositiveInt, ...] = Field(strict=False, min_length=1)
+    """Steps to profile, each in its own file."""
+
+    ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), strict=False, min_length=1)
+    """Ranks to profile."""
+
+    kind: Literal["torch", "nsys", "memory"] = "torch"
+    """`torch`: a trace of torch.profiler for Perfetto or TensorBoard. `nsys`: NVTX ranges and a
+    capture range for a run under `nsys profile`. `memory`: a snapshot of CUDA's allocator.
+    """
+
+    servers: bool = False
+    """Also profile the SGLang servers while they sample these steps."""
+
+    server_forwards: PositiveInt = 100
+    """Number of forward passes after which the profile of a server ends, which limits its file."""
+
+
+class ObservabilityOptions(Options):
+    profile: ProfileOptions | None = None
+    """Profile of some steps; null: none."""
+
+    step_times: bool | None = None
+    """Log a line a step (shares of the phases, MFU, tokens/s of a GPU) and record the seconds of
+    every rank, for the report. null: on with `profile`.
+    """
+
+
 class RunOptions(Options):
     name: RunName
     """Name of the run, its folder and its Slurm job."""
@@ -610,6 +641,9 @@ class RunConfig(Options):
 
     logging: LoggingOptions = LoggingOptions()
     """Outputs of the run."""
+
+    observability: ObservabilityOptions = ObservabilityOptions()
+    """Where the time of a step goes."""
 
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:

@@ -16,6 +16,7 @@ from pacs_megatron.objectives.registry import REGISTRY
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.page import page, safe_text
+from pacs_megatron.observability.rank_times import read_rank_times, waits_of
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
@@ -67,8 +68,8 @@ _GUIDES = {
 def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:
     """Writes `<run_dir>/report.html` and returns its path.
 
-    Reads metrics.jsonl, config.yaml, environment.json and rollouts/; the part of a missing file is
-    omitted.
+    Reads metrics.jsonl, config.yaml, environment.json, profile/rank_times.jsonl and rollouts/; the
+    part of a missing file is omitted.
 
     Args:
         run_dir: The run folder.
@@ -85,6 +86,7 @@ def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:
     for title, charts in _sections(rows):
         if charts:
             parts.append(_section(title, charts, rows))
+    parts.append(_rank_waits(read_rank_times(run_dir)))
     if len(rows) >= MEANS_FROM:
         note = "Faint lines are single steps, strong lines means of neighbours."
         parts.append(f'<p class="soft"><small>{note}</small></p>')
@@ -192,8 +194,42 @@ def _sections(rows: Rows) -> Iterator[tuple[str, list[str]]]:
         "Critic",
         charts.draw("values and returns", values, "mean over tokens") + charts.draw_each("critic/"),
     )
-    yield "Time", charts.draw_phases() + charts.draw("tokens/s", ["tokens_per_s"])
+    mfu = ["speed/mfu", "speed/step_mfu"]
+    yield (
+        "Time",
+        charts.draw_phases()
+        + charts.draw("tokens/s", ["tokens_per_s"])
+        + charts.draw("tokens/s a GPU", ["speed/tokens_per_s_per_gpu"])
+        + charts.draw("TFLOP/s a GPU", ["speed/tflops_per_gpu"], "in log-prob passes and updates")
+        + charts.draw("MFU", mfu, "share of the bf16 peak: of training, of the step"),
+    )
     yield _OTHER, charts.draw_each("")
+
+
+def _rank_waits(rows: Rows) -> str:
+    """The table of who waits for whom; empty without step times."""
+    if not rows:
+        return ""
+    header = ("phase", "s a step", "the others wait for", "its work, s", "their wait, s")
+    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in header)}</tr>"]
+    for wait in waits_of(rows):
+        slowest = "servers and rewards"
+        if wait.slowest is not None:
+            slowest = f"rank {wait.slowest} ({100 * wait.slowest_frac:.0f} % of the steps)"
+        numbers = [format_number(value) for value in (wait.seconds, wait.work_s, wait.wait_s)]
+        cells = [wait.phase, numbers[0], slowest, *numbers[1:]]
+        lines.append(f"<tr>{''.join(f'<td>{safe_text(cell)}</td>' for cell in cells)}</tr>")
+
+    num_ranks = len(rows[-1]["ranks"])
+    guide = (
+        f"Means over {len(rows)} steps of {num_ranks} ranks. A rank works in a phase except in the "
+        "reduction of gradients, and of sampling only in its own generation. In each phase the "
+        "ranks wait for the one that works longest."
+    )
+    return (
+        f'<h2>Ranks</h2><p class="soft"><small>{guide}</small></p>'
+        f'<div class="card wide"><table>{"".join(lines)}</table></div>'
+    )
 
 
 class _Charts:

@@ -31,6 +31,7 @@ from pacs_megatron.contracts import MicroBatchPlan, MiniBatch, Prepared, SampleF
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
+from pacs_megatron.models.flops import PassedTokens
 from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
@@ -59,6 +60,8 @@ from pacs_megatron.policy.routing import Routes, Routing
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 
 logger = logging.getLogger(__name__)
+Span = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Opens a span with a name, such as `Timer.span`"""
 
 
 class MegatronPolicy:
@@ -119,6 +122,10 @@ class MegatronPolicy:
         self.num_passes: Counter[str] = Counter()
         """forward-only passes over a mini-batch so far, by kind: `step_start`, `reference`, `score`
         """
+        self.forward_tokens = PassedTokens()
+        """tokens of all ranks that passed the model in forward-only passes, since `take_tokens`"""
+        self.trained_tokens = PassedTokens()
+        """the same of updates"""
         self.routes: Routes | None = None
         """experts of the last `step_start` or score pass, of this rank's samples; None for a model
         without experts
@@ -159,7 +166,15 @@ class MegatronPolicy:
             megatron_options=megatron_options,
         )
         self.offload = Offload(offload, self.chunks, self.optimizer, rank.device)
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.span: Span = _no_span
+        """opens a span of an update: `score`, `forward_backward`, `reduce` or `optimizer`"""
+
+        def finalize_gradients(*args: Any, **kwargs: Any) -> None:
+            """Reduces the gradients; includes the wait for the slowest rank."""
+            with self.span("reduce"):
+                finalize_model_grads(*args, **kwargs)
+
+        self.config.finalize_model_grads_func = finalize_gradients
         self.reference: weights.Snapshot | None = None
 
     @property
@@ -175,6 +190,13 @@ class MegatronPolicy:
         """
         weights.load(self.models, self.table, read)
         self.optimizer.reload_weights()
+
+    def take_tokens(self) -> tuple[PassedTokens, PassedTokens]:
+        """Returns and clears the tokens of forward-only passes and of updates."""
+        taken = self.forward_tokens, self.trained_tokens
+        self.forward_tokens = PassedTokens()
+        self.trained_tokens = PassedTokens()
+        return taken
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor) in the table's order, on every rank.
@@ -246,6 +268,7 @@ class MegatronPolicy:
             This rank's micro-batches.
             Their log-probs [local], fp32, nats, on the last pipeline stage; [] elsewhere.
         """
+        _add_tokens(self.forward_tokens, minibatch)
         batches = self._batches(minibatch)
         stoppable = None
         if should_stop is not None:
@@ -531,7 +554,8 @@ class MegatronPolicy:
             is_step_start=minibatch.index == 0,
             mismatch_threshold=self.mismatch_threshold,
         )
-        reports = self._forward_backward(minibatch, loss)
+        with self.span("forward_backward"):
+            reports = self._forward_backward(minibatch, loss)
 
         drift: dict[str, float] = {}
         if names:
@@ -548,7 +572,8 @@ class MegatronPolicy:
             "passes/score": float(bool(split_statistics)),
         } | plan_metrics(minibatch.plan, minibatch.facts, self.rank.layout)
 
-        norm, lr = self.optimizer.step()
+        with self.span("optimizer"):
+            norm, lr = self.optimizer.step()
         self.version += 1
         return UpdateReport(
             grad_norm=norm,
@@ -576,7 +601,9 @@ class MegatronPolicy:
             return {}
 
         plan = split_groups_only(minibatch.plan, self.rank.layout)
-        statistics = self._score_pass(replace(minibatch, plan=plan), objective, names, should_stop)
+        of_split = replace(minibatch, plan=plan)
+        with self.span("score"):
+            statistics = self._score_pass(of_split, objective, names, should_stop)
         return self._gathered(statistics, minibatch.facts, split)
 
     def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -593,6 +620,7 @@ class MegatronPolicy:
             The reports of `loss` of this rank's micro-batches on the last pipeline stage; []
             elsewhere.
         """
+        _add_tokens(self.trained_tokens, minibatch)
         self.optimizer.zero_grad(self.chunks)
         batches = self._batches(minibatch, with_tables=bool(loss.statistics.names))
         routing = None
@@ -701,6 +729,17 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
         "mismatch/kl": sums["sum/mismatch_kl"] / num_tokens,
         "mismatch/over_frac": sums["sum/mismatch_over"] / num_tokens,
     }
+
+
+def _no_span(_name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _add_tokens(tokens: PassedTokens, minibatch: MiniBatch) -> None:
+    """Counts the sequences of a pass, on all ranks. The last token of a sequence is no input."""
+    facts = minibatch.facts
+    rows = np.flatnonzero(minibatch.plan.owners(facts.num_samples) >= 0)
+    tokens.add(facts.lens[rows] - 1, facts.response_lens[rows])
 
 
 def _all_rows(facts: SampleFacts) -> np.ndarray:

@@ -11,7 +11,7 @@ concerns all ranks as a decision. The other ranks wait in `ControlChannel.receiv
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,6 +80,8 @@ class Rollouts:
         self._should_stop = should_stop
         self._orders: dict[int, dict[str, Any]] = {}
         """on rank 0: trained steps -> position in the data, of the last two boundaries"""
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda _name: nullcontext()
+        """opens the span `generate` around this rank's own sampling"""
         self.send_weights: Callable[[int], None]
         """sends the weights after the given number of steps to the rollout engine again;
         collective. The loop sets it
@@ -272,7 +274,7 @@ class Rollouts:
         requests = requests_from_message(header, shared)
         samples: list[Sample] = []
         is_stopped = self._channel.any_rank(
-            self._channel.run_together(partial(self._sample, requests, samples))
+            self._channel.run_together(partial(self._timed_sample, requests, samples))
         )
 
         rank_header, rank_arrays = samples_to_message(samples)
@@ -285,6 +287,10 @@ class Rollouts:
             all_samples += samples_from_message(share_header, share_arrays)
         all_header, all_arrays = samples_to_message(all_samples)
         return all_header, all_arrays, is_stopped
+
+    def _timed_sample(self, requests: Sequence[SampleRequest], samples: list[Sample]) -> bool:
+        with self.span("generate"):
+            return self._sample(requests, samples)
 
     def _sample(self, requests: Sequence[SampleRequest], samples: list[Sample]) -> bool:
         """Appends this rank's share to `samples`. Returns whether a stop request ended it early."""

@@ -221,6 +221,13 @@ class Driver:
                 raise RolloutError(f"no rollout server is alive: {reasons}")
             time.sleep(_RESTART_POLL_S)
 
+    def servers(self) -> Message:
+        """The servers that are not DEAD."""
+        assert self._engine is not None
+        status = self._engine.status()
+        urls = [server.url for server in status if server.health is not Health.DEAD]
+        return {"kind": "servers", "urls": urls}, {}
+
     def set_current(self, version: int, digest: str, trained: int) -> Message:
         """Records that the rollout engine has the weights after `trained` steps; starts SGLang on
         all allowed steps.
@@ -336,6 +343,8 @@ class Driver:
                 self._send(number, lambda: self.load_state(request, arrays))
             case "begin_update":
                 self._send(number, lambda: self.begin_update(is_release=request["is_release"]))
+            case "servers":
+                self._send(number, self.servers)
             case "set_current":
                 self._send(
                     number,

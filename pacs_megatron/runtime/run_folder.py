@@ -31,7 +31,16 @@ SIGTERM then
 ATTEMPT_VARIABLE = "PACS_ATTEMPT"
 """Set by batch scripts: the log folder of the attempt."""
 TENSORBOARD_FOLDER = "tensorboard"
-_FOLDERS = ("checkpoints", "rollouts", "hf", LOG_FOLDER, HEARTBEAT_FOLDER, TENSORBOARD_FOLDER)
+PROFILE_FOLDER = "profile"
+_FOLDERS = (
+    "checkpoints",
+    "rollouts",
+    "hf",
+    LOG_FOLDER,
+    HEARTBEAT_FOLDER,
+    TENSORBOARD_FOLDER,
+    PROFILE_FOLDER,
+)
 
 FIXED_KEYS = (
     "run.seed",

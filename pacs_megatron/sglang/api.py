@@ -236,6 +236,40 @@ class SglangApi:
     def end_weight_update(self, timeout_s: float | None = None) -> None:
         self.post("/end_weight_update", {}, timeout_s)
 
+    def start_profile(
+        self, folder: str, name: str, activities: Sequence[str], num_forwards: int
+    ) -> None:
+        """Starts a profile, which ends by itself after `num_forwards` forward passes.
+
+        Args:
+            folder: of the profile's files, on the server's host.
+            name: start of their names.
+            activities: `CPU`, `GPU`, `MEM` (CUDA's allocator) or `CUDA_PROFILER` (for nsys).
+            num_forwards: limits the size of the files.
+
+        Raises:
+            ServerRejectedError: another profile is in progress.
+        """
+        body = {
+            "output_dir": folder,
+            "profile_id": name,
+            "activities": list(activities),
+            "num_steps": num_forwards,
+            "with_stack": False,
+            "record_shapes": False,
+        }
+        self.post("/start_profile", body)
+
+    def stop_profile(self, timeout_s: float) -> bool:
+        """Ends a profile and writes its files; False if it has ended by itself."""
+        try:
+            self.post("/stop_profile", {}, timeout_s)
+        except ServerRejectedError as error:
+            if error.status != 500:
+                raise
+            return False
+        return True
+
     def checksums(
         self, skip: Sequence[str] = (), timeout_s: float | None = None
     ) -> list[dict[str, str]]:

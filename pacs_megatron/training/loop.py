@@ -24,6 +24,7 @@ from pacs_megatron.contracts import Interrupted
 from pacs_megatron.errors import ExitCode, RewardError, RolloutError, SyncError
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.progress import Progress, training_fields
+from pacs_megatron.observability.rank_times import truncate_rank_times
 from pacs_megatron.observability.report import write_report
 from pacs_megatron.observability.rollout_log import rollout_path, truncate_after
 from pacs_megatron.observability.writers import open_sinks
@@ -32,6 +33,7 @@ from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.training.breaker import exceeded_limit, warn_of_clipping
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.export import export_hf
+from pacs_megatron.training.profiling import Profiling, has_step_times, step_metrics
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saving import resume, save
 from pacs_megatron.training.step import train_step
@@ -52,6 +54,7 @@ class Outputs:
         config = run.config
         last_written = progress.step if progress.row is None else progress.step - 1
         truncate_after(run.run_dir, last_written, progress.step)
+        truncate_rank_times(run.run_dir, last_written)
 
         self._metrics = stack.enter_context(MetricsWriter(run.run_dir))
         self._sinks = open_sinks(
@@ -113,6 +116,7 @@ def train(run: RunContext) -> ExitCode:
         stack.callback(run.saver.close)
         out = Outputs(run, progress, stack)
         run.rollouts.send_weights = partial(sync, run)
+        profiling = Profiling(run)
         if not progress.open_step.updates:  # weights from inside a step must not sample
             sync(run, progress.step)
         run.timer.take()
@@ -124,10 +128,13 @@ def train(run: RunContext) -> ExitCode:
             if progress.row is not None:
                 _finish_step(run, progress, out)
             while progress.step < run.config.run.steps:
-                row = train_step(run, progress)
-                progress.complete_step(row)
-                sync(run, progress.step)
-                _finish_step(run, progress, out)
+                step = progress.step + 1
+                with profiling.step(step):
+                    with profiling.servers(step):
+                        row = train_step(run, progress)
+                    progress.complete_step(row)
+                    sync(run, progress.step)
+                    _finish_step(run, progress, out)
         except (Interrupted, RolloutError, RewardError, SyncError) as error:  # raised on all ranks
             saved = _save_before_exit(run, progress, error)
             if not isinstance(error, Interrupted) and not run.channel.any_rank(run.stop.is_set()):
@@ -184,6 +191,8 @@ def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
     num_tokens = row.get("response/tokens")
     if num_tokens is not None:
         times["tokens_per_s"] = num_tokens / times["time/step_s"]
+    if step and has_step_times(run.config.observability):
+        row |= step_metrics(run, step, times)
     if row:
         out.write({"step": step, **row, **times})
     progress.row = None

@@ -7,9 +7,12 @@ thread of the test's process and samples nothing: token i of a response is `(see
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from aiohttp import web
@@ -44,6 +47,13 @@ class FakeSglang:
         """so many requests must have been in flight at once before any is answered"""
         self.stops_early = False
         """responses end at various lengths, by the end token"""
+        self.profile: dict[str, Any] | None = None
+        """the request of the profile in progress"""
+        self.profiles: list[dict[str, Any]] = []
+        """all of them"""
+        self.writes_profiles = True
+        """False: to a disk that this host does not have"""
+        self._passes_left = 0
         self.raw: dict[str, bytes] = {}
         """path -> bytes to send as they are, without HTTP; then the connection is closed"""
         self._active: set[str] = set()
@@ -102,6 +112,8 @@ class FakeSglang:
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._resume)
         app.router.add_post("/flush_cache", self._empty)
+        app.router.add_post("/start_profile", self._start_profile)
+        app.router.add_post("/stop_profile", self._stop_profile)
 
     @web.middleware
     async def _raw(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -154,6 +166,35 @@ class FakeSglang:
         self.paused = False
         return web.json_response({"status": "ok"})
 
+    async def _start_profile(self, request: web.Request) -> web.Response:
+        if self.profile is not None:
+            return web.Response(status=500, text="Internal Server Error")
+        self.profile = await request.json()
+        self.profiles.append(self.profile)
+        self._passes_left = int(self.profile["num_steps"])
+        return web.Response(text="Start profiling.\n")
+
+    async def _stop_profile(self, request: web.Request) -> web.Response:
+        if self.profile is None:
+            return web.Response(status=500, text="Internal Server Error")
+        self._write_profile()
+        return web.Response(text="Stop profiling. This will take some time.\n")
+
+    def _write_profile(self) -> None:
+        """The trace of the server's only rank."""
+        assert self.profile is not None
+        path = Path(self.profile["output_dir"]) / f"{self.profile['profile_id']}-TP-0.trace.json.gz"
+        self.profile = None
+        if self.writes_profiles:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(gzip.compress(json.dumps({"traceEvents": [{"name": "x"}]}).encode()))
+
+    def _count_passes(self, num_tokens: int) -> None:
+        """A profile ends by itself after its number of forward passes."""
+        self._passes_left -= num_tokens
+        if self.profile is not None and self._passes_left < 0:
+            self._write_profile()
+
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append(str((await request.json()).get("rid")))
         return web.Response()
@@ -185,6 +226,7 @@ class FakeSglang:
         params = body["sampling_params"]
         num_tokens = int(params["max_new_tokens"])
         seed = int(params["sampling_seed"])
+        self._count_passes(num_tokens)
         finish = {"type": "length", "length": num_tokens}
         if self.stops_early and seed % num_tokens:
             num_tokens = seed % num_tokens

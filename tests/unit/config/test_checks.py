@@ -63,6 +63,31 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "parallel.sequence_parallel=true requires parallel.tp > 1",
         ),
         (["parallel.vpp=2"], "parallel.vpp=2 requires parallel.pp > 1"),
+        (
+            ["observability.profile={steps: [3, 11]}"],
+            "observability.profile.steps contains 11, but run.steps=10; use steps from 1 to 10",
+        ),
+        (
+            ["run.nproc=2", "observability.profile={steps: [3], ranks: [0, 2]}"],
+            "observability.profile.ranks contains 2, but the run has 2 ranks; use ranks from 0 to "
+            "1",
+        ),
+        (
+            ["observability.profile={steps: [3], kind: memory}"],
+            "observability.profile.kind=memory requires resources.gpus_per_node > 0, got 0",
+        ),
+        (
+            ["observability.profile={steps: [3], kind: nsys}"],
+            "observability.profile.kind=nsys requires resources.gpus_per_node > 0, got 0",
+        ),
+        (
+            ["observability.profile={steps: [3], servers: true}"],
+            "observability.profile.servers=true requires rollout.engine=sglang, got embedded",
+        ),
+        (
+            [*AHEAD, "observability.profile={steps: [3], server_forwards: 5}"],
+            "observability.profile.server_forwards=5 requires observability.profile.servers=true",
+        ),
         (["batch.groups=together"], "batch.groups=together needs batch.tokens_per_microbatch >="),
         (
             ["objective=null", "objective.name=grpo", "batch.groups=apart"],

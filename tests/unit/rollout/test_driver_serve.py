@@ -166,3 +166,9 @@ def test_rollouts_are_written_between_their_response_and_the_next_one(
         assert one.next()["kind"] == "state"
         assert path.read_bytes().count(b"\n") == 16
         assert one.events[-3:] == ["response groups", "write step_000001", "response state"]
+
+
+def test_the_servers_that_are_not_dead(tmp_path: Path) -> None:
+    with trainer(tmp_path) as (one, server):
+        one.send(op="servers")
+        assert one.next()["urls"] == [server.url]
