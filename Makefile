@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # Arguments for every pip call, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a CPU build of
 # torch (saves gigabytes), or an internal mirror.
 PIP_ARGS ?=
-# An interpreter; empty: the first of python3.11 and python3.12 that works.
+# An interpreter of Python 3.11, 3.12 or 3.13; empty: python3, else the newest by name.
 PYTHON ?=
 # Extra arguments for pytest, e.g. PYTEST_ARGS="tests/unit/rollout -k greedy", or PYTEST_ARGS="-n 8" on a host with many cores.
 PYTEST_ARGS ?=
@@ -19,7 +19,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 export PYTHON PIP_ARGS
 
-.PHONY: help install install-dev install-sglang install-gpu install-slurm install-sandbox quickstart test test-full campaign test-te test-current test-fresh lint docs format clean
+.PHONY: help install install-dev install-sglang install-gpu install-slurm install-sandbox quickstart test test-full campaign test-te test-other test-current test-fresh lint docs format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,7 +33,7 @@ install-dev: ## install, plus requirements/dev.lock (tests, lint)
 install-sglang: ## .venv-sglang with a real SGLang (its pins clash with Megatron's)
 	@tools/install.sh sglang
 
-install-gpu: ## for GPUs, Python 3.12: .venv-gpu with Transformer Engine (compiled: half an hour, MAX_JOBS=8 is faster), .venv-sglang-gpu
+install-gpu: ## for GPUs, Python 3.12 or 3.13: .venv-gpu with Transformer Engine (compiled: half an hour, MAX_JOBS=8 is faster), .venv-sglang-gpu
 	@tools/install.sh gpu
 	@tools/install.sh sglang-gpu
 
@@ -46,29 +46,34 @@ install-sandbox: ## bubblewrap from Debian, when root and missing
 quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoint, on two CPU cores
 	@$(PY) -m examples.quickstart.run
 
-CURRENT_TESTS := $(addprefix tests/unit/,checkpoint convert embedded models parallel policy training workbench/certify workbench/plan) \
+# What depends on the versions of Megatron-Core, torch and Python.
+OTHER_TESTS := $(addprefix tests/unit/,checkpoint convert embedded models parallel policy training workbench/certify workbench/plan workbench/preflight) \
 	$(addprefix tests/distributed/,policy/test_model_families.py policy/test_logits.py workbench/plan/test_memory.py) \
 	tests/distributed/checkpoint/test_run_checkpoint.py tests/distributed/convert/test_convert.py \
-	tests/integration/examples/quickstart/test_run.py
+	tests/integration/checkpoint/test_run_checkpoint.py tests/integration/examples/quickstart/test_run.py
+TE_VENV := .venv-$(if $(PACS_TE_PACK),te,gpu)
 TEST_TOOLS := install-dev install-sglang install-slurm install-sandbox
 
 test: $(TEST_TOOLS) ## what a change needs: about 12 minutes on two idle cores
 	@$(PY) -m pytest $(WORKERS) -m "not gpu and not full and not campaign" $(PYTEST_ARGS)
 
-test-full: $(TEST_TOOLS) ## every other test, up to two hours, and test-te and test-current where installed; resumes
+test-full: $(TEST_TOOLS) ## every other test, up to two hours, and test-te and test-other where installed; resumes
 	@$(PY) -m pytest $(FULL_WORKERS) -m "full and not campaign" --resume=.pytest_cache/test-full $(PYTEST_ARGS)
-	@for name in te current; do if [ -x .venv-$$name/bin/python ]; then $(MAKE) --no-print-directory test-$$name; fi; done
+	@if [ -x $(TE_VENV)/bin/python ]; then $(MAKE) --no-print-directory test-te; fi
+	@if [ -x .venv-other/bin/python ]; then $(MAKE) --no-print-directory test-other; fi
 
 campaign: $(TEST_TOOLS) ## once a release: seeds, kills, studies; the same command resumes
 	@$(PY) -m pytest -m campaign --resume=.pytest_cache/campaign $(PYTEST_ARGS)
 
-test-te: ## tests/te: real Transformer Engine modules without a GPU; compiled in half an hour, or from the folder PACS_TE_PACK
-	@tools/install.sh te
-	@.venv-te/bin/python -m pytest $(WORKERS) tests/te -m "not campaign" $(PYTEST_ARGS)
+test-te: ## tests/te: real Transformer Engine modules without a GPU, in .venv-gpu; with PACS_TE_PACK in .venv-te
+	@tools/install.sh $(TE_VENV:.venv-%=%)
+	@$(TE_VENV)/bin/python -m pytest $(WORKERS) tests/te -m "not campaign" $(PYTEST_ARGS)
 
-test-current: ## layouts, families, checkpoints, conversion, quickstart on today's Megatron-Core (Python 3.12)
-	@tools/install.sh current
-	@.venv-current/bin/python -m pytest $(WORKERS) -m "not gpu and not campaign and not sglang and not slurm" $(CURRENT_TESTS) $(PYTEST_ARGS)
+test-other: install-dev ## a part of the tests on the other row: today's stack where .venv has Python 3.11, and vice versa
+	@tools/install.sh other
+	@.venv-other/bin/python -m pytest $(WORKERS) -m "not gpu and not campaign and not sglang and not slurm" $(OTHER_TESTS) $(PYTEST_ARGS)
+
+test-current: test-other
 
 test-fresh: ## quickstart and test in a clone of HEAD, with an empty home and pip's defaults
 	@tools/test_fresh.sh

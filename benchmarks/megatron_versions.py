@@ -1,11 +1,11 @@
 """A checkpoint of one Megatron-Core in another: the same norms and weights afterwards?
 
     .venv/bin/python benchmarks/megatron_versions.py write FOLDER
-    .venv-current/bin/python benchmarks/megatron_versions.py read FOLDER
+    .venv-other/bin/python benchmarks/megatron_versions.py read FOLDER
 
-`write` (0.16.1): three updates, a save, two more updates. `read` (0.19.2) loads the checkpoint and
-repeats the last two. Exit code 1 if a bit of a norm or of a weight differs. Run it from the root of
-the repository with PYTHONPATH=.
+`.venv` has Python 3.11 here, and `.venv-other` 3.12. `write` (0.16.1): three updates, a save, two
+more updates. `read` (0.19.2) loads the checkpoint and repeats the last two. Exit code 1 if a bit of
+a norm or of a weight differs. Run it from the root of the repository with PYTHONPATH=.
 """
 
 from __future__ import annotations

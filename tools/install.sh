@@ -1,29 +1,51 @@
 #!/usr/bin/env bash
-# Brings an environment to its locks: `tools/install.sh base [dev]` fills .venv, `tools/install.sh sglang` and `docs` fill
-# .venv-sglang and .venv-docs, `sglang-gpu` fills .venv-sglang-gpu. `gpu`, `te` and `current` fill .venv-gpu, .venv-te and
-# .venv-current: the base and dev locks on Python 3.12 with the pins of requirements/gpu.txt, te.txt or current.txt instead.
-# Stamp files skip a lock that did not change since its last complete installation.
+# Brings an environment to its locks. A stamp file skips a lock that has not changed since.
+#   tools/install.sh base [dev]   .venv: the package; with dev also tests and lint
+#   tools/install.sh other        .venv-other: base and dev on the other row than .venv
+#   tools/install.sh sglang       .venv-sglang: SGLang on a CPU, on .venv's version of Python
+#   tools/install.sh docs         .venv-docs: the documentation site
+#   tools/install.sh gpu          .venv-gpu: base, dev, Transformer Engine; Python 3.12 or 3.13
+#   tools/install.sh sglang-gpu   .venv-sglang-gpu: SGLang on GPUs; Python 3.12 or 3.13
+#   tools/install.sh te           .venv-te: the test row of PACS_TE_PACK (docs/compatibility.md)
+# The version of Python is the row: 3.12 and 3.13 get today's stack, 3.11 the light one. Markers in
+# requirements/*.lock separate them. The active python3 decides, then the newest one by name.
+# PYTHON=/path/to/python decides first, and replaces a .venv of another version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 UV_SYSTEM_CERTS=1
+te=2.20.2
 
+version_of() { # interpreter
+    "$1" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null
+}
+
+# The interpreter of a new environment: of one of $versions, with the venv module.
 find_python() {
-    local candidate
+    local candidates=(python3) candidate version
+    for version in $versions; do candidates+=("python$version"); done
     # pyenv's shim of a version that is not selected exists and fails, so its folders come last.
-    for candidate in ${PYTHON:-$pythons "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12}; do
-        if "$candidate" -c "import sys, venv, ensurepip; sys.exit(($oldest) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))" \
-            2>/dev/null; then
-            "$candidate" -c 'import sys; print(sys.executable)'
+    for version in $versions; do
+        candidates+=("${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python3)
+    done
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+
+    for candidate in "${candidates[@]}"; do
+        if [[ " $versions " == *" $(version_of "$candidate") "* ]] &&
+            "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+            # Of a virtual environment, the interpreter below it.
+            "$candidate" -c 'import sys; print(sys._base_executable)'
             return
         fi
     done
-    echo "install: no usable Python from ${oldest/, /.} to 3.12 with the venv module among: ${PYTHON:-$pythons}." \
-        "Install one, or set PYTHON=/path/to/python3.12." >&2
+    echo "install: $venv needs Python ${versions// / or } with the venv module, found none" \
+        "among: ${PYTHON:-python3 python${versions// / python}}." \
+        "Install one, or set PYTHON=/path/to/python${versions%% *}." >&2
     return 1
 }
 
-# Packages into $venv. uv (from PyPI) replaces a pip at its defaults: docs/measurements/install.md has the figures.
-# pip runs where the user configured it (an index, a folder of wheels, PIP_ARGS), and where uv fails.
+# Packages into $venv. uv (from PyPI) replaces a pip at its defaults: docs/measurements/install.md
+# has the figures. pip runs where the user configured it (an index, a folder of wheels, PIP_ARGS),
+# and where uv fails.
 packages() {
     if [ -n "$uv" ]; then
         "$uv" pip install -q --python "$py" "$@" && return
@@ -35,54 +57,111 @@ packages() {
 }
 
 find_uv() {
-    if [ -z "${PIP_ARGS:-}" ] && ! "$py" -m pip config list |
-        grep -E '\.(index-url|extra-index-url|find-links|no-index|proxy|client-cert|trusted-host|constraint|no-binary|only-binary)=' >/dev/null; then
+    local options='index-url|extra-index-url|find-links|no-index|proxy|client-cert|trusted-host'
+    options+='|constraint|no-binary|only-binary'
+    if [ -z "${PIP_ARGS:-}" ] &&
+        ! "$py" -m pip config list | grep -E "\.($options)=" >/dev/null; then
         "$py" -m pip install -q uv==0.13.9 2>/dev/null && echo "$venv/bin/uv"
     fi
     return 0
 }
 
-# The CPU build of torch saves gigabytes. It is chosen where there is no NVIDIA driver and the package index has it.
+# The CPU build of torch saves gigabytes. It is chosen where there is no NVIDIA driver and the
+# package index has it.
 torch_of() { # lock
-    local torch
-    torch=$(grep '^torch==' "$1")
+    local torch other_row='<'
+    if [ "$version" = 3.11 ]; then other_row='>='; fi
+    torch=$(grep '^torch==' "$1" | grep -v "python_version $other_row" | cut -d';' -f1)
     # shellcheck disable=SC2086
-    if [[ "$venv" != *gpu ]] && [ -z "$uv" ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
+    if [[ "$venv" != *gpu ]] && [ -z "$uv" ] &&
+        ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
         "$py" -m pip install -q --dry-run --no-deps ${PIP_ARGS:-} "$torch+cpu" >/dev/null 2>&1; then
         torch+=+cpu
     fi
     echo "$torch"
 }
 
-oldest="3, 11" pythons="python3.11 python3.12 python3"
+# base.lock and dev.lock with the pins of requirements/$1.txt instead of theirs.
+with_pins() { # name
+    local names
+    names=$(grep -v '^#' "requirements/$1.txt" | cut -d= -f1 | paste -sd'|')
+    grep -hvE "^($names)==" requirements/base.lock requirements/dev.lock
+    cat "requirements/$1.txt"
+}
+
+# Transformer Engine's library and Python code from PyPI's wheels; its extension for torch from its
+# source. nvcc, of which its setup reads the version, and headers are PyPI's too, so no CUDA toolkit
+# is needed.
+compile_transformer_engine() {
+    if [ -d "$site/transformer_engine_torch-$te.dist-info" ]; then return; fi
+    echo "install: compiling Transformer Engine's extension for torch," \
+        "about half an hour with MAX_JOBS=${MAX_JOBS:-1}" >&2
+    "$py" -m pip install -q --no-deps \
+        nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
+    local cuda=$site/nvidia/cu13 include
+    include=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
+    CUDA_HOME=$cuda CPATH=$include NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-1} \
+        "$py" -m pip install --no-deps --no-build-isolation \
+        transformer_engine==$te transformer_engine_cu13==$te transformer_engine_torch==$te
+}
+
+# Transformer Engine 2.11 for torch 2.11 and Python 3.12, already compiled.
+unpack_transformer_engine() {
+    if [ -d "$site/transformer_engine" ]; then return; fi
+    tar -C "$site" -xJf "$PACS_TE_PACK"/transformer_engine-*.tar.xz
+    xz -dc "$PACS_TE_PACK"/libtransformer_engine-*.so.xz \
+        >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
+}
+
+locks=("$@") venv=.venv-$1 versions="3.13 3.12 3.11"
 case "$*" in
-    sglang | docs) venv=.venv-$1 ;;
-    gpu | sglang-gpu | te | current)
-        venv=.venv-$1 oldest="3, 12" pythons=python3.12
+    base | "base dev") venv=.venv ;;
+    docs) ;;
+    gpu | sglang-gpu) versions="3.13 3.12" ;;
+    te)
+        versions=3.12
+        if [ ! -d "${PACS_TE_PACK:-}" ]; then
+            echo "install: te needs PACS_TE_PACK=/path/to/pack (docs/compatibility.md)" >&2
+            exit 2
+        fi
         ;;
-    "base" | "base dev") venv=.venv ;;
-    *) echo "usage: tools/install.sh base [dev] | sglang | docs | gpu | sglang-gpu | te | current" >&2 && exit 2 ;;
+    sglang)
+        # One torch on both sides.
+        if [ -z "${PYTHON:-}" ]; then
+            versions=$(version_of .venv/bin/python || echo "$versions")
+        fi
+        ;;
+    other)
+        locks=(base dev) versions=3.11
+        if [ "$(version_of .venv/bin/python)" = 3.11 ]; then versions="3.13 3.12"; fi
+        unset PYTHON
+        ;;
+    *)
+        echo "usage: tools/install.sh base [dev]|other|sglang|docs|gpu|sglang-gpu|te" >&2
+        exit 2
+        ;;
 esac
+
 py=$venv/bin/python
+wanted=$versions
+if [ -n "${PYTHON:-}" ]; then wanted=$(version_of "$PYTHON" || true); fi
 # A creation that was interrupted has no working pip.
-if ! "$py" -m pip --version >/dev/null 2>&1; then
+if [[ " $wanted " != *" $(version_of "$py") "* ]] || ! "$py" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     echo "install: $venv with $python" >&2
     rm -rf "$venv"
     "$python" -m venv "$venv"
 fi
 
-export UV_SYSTEM_CERTS=1
-version=$("$py" -c 'import sys; print(*sys.version_info[:2], sep=".")')
+version=$(version_of "$py")
+site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 below=""
-for name in "$@"; do
+for name in "${locks[@]}"; do
     lock=requirements/$name.lock
-    if [ "$name" = sglang-gpu ]; then lock=requirements/$name.txt; fi
-    if [[ "$name" =~ ^(gpu|te|current)$ ]]; then
-        lock=$venv/$name.lock
-        replaced=$(grep -v '^#' "requirements/$name.txt" | cut -d= -f1 | paste -sd'|')
-        { grep -hvE "^($replaced)==" requirements/base.lock requirements/dev.lock && cat "requirements/$name.txt"; } >"$lock"
-    fi
+    case $name in
+        sglang-gpu) lock=requirements/sglang-gpu.txt ;;
+        gpu | te) lock=$venv/$name.lock && with_pins "$name" >"$lock" ;;
+    esac
     below=$(printf '%s %s ' "$below" "$version" | cat - "$lock" | sha256sum | cut -d' ' -f1)
     stamp=$venv/.lock-$name
     if [ "$(cat "$stamp" 2>/dev/null)" = "$below" ]; then continue; fi
@@ -93,8 +172,7 @@ for name in "$@"; do
     if grep -q '^torch==' "$lock"; then packages -c "$lock" "$(torch_of "$lock")"; fi
     if [ "$name" = sglang ]; then
         packages --no-deps -r "$lock"
-        # Stand-ins for two CUDA-only packages. SGLang imports them; a dense model on CPU never calls them.
-        site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        # Stand-ins for CUDA-only packages. SGLang imports them; a dense model on CPU calls none.
         echo "$PWD/tests/support/sglang_cpu" >"$site/sglang_cpu_stubs.pth"
         "$py" -W ignore -c 'import sgl_kernel, torchvision, sglang'
     else
@@ -103,30 +181,18 @@ for name in "$@"; do
     fi
     echo "$below" >"$stamp"
 done
-if [[ "$venv" = *gpu ]] && ! "$py" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
-    echo "install: $venv has a CPU build of torch from pip's configured index; name one with the CUDA build," \
-        "e.g. PIP_ARGS='--index-url https://pypi.org/simple', and remove $venv" >&2
+if [[ "$venv" = *gpu ]] &&
+    ! "$py" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    echo "install: $venv has a CPU build of torch from pip's configured index; name one with the" \
+        "CUDA build, e.g. PIP_ARGS='--index-url https://pypi.org/simple', and remove $venv" >&2
     exit 1
 fi
-if [ "$venv" = .venv-te ]; then # guards of servers ignore PYTHONPATH
-    echo "$PWD" >"$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
-fi
-if [[ "$venv" =~ ^.venv-(gpu|te)$ ]] && ! "$py" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
-    site=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    if [ "$venv" = .venv-te ] && [ -n "${PACS_TE_PACK:-}" ]; then # transformer_engine-*.tar.xz and libtransformer_engine-*.so.xz for torch 2.11, Python 3.12
-        tar -C "$site" -xJf "$PACS_TE_PACK"/transformer_engine-*.tar.xz
-        xz -dc "$PACS_TE_PACK"/libtransformer_engine-*.so.xz >"$site/transformer_engine/wheel_lib/libtransformer_engine.so"
-    else
-        echo "install: compiling Transformer Engine's extension for torch, about half an hour with MAX_JOBS=${MAX_JOBS:-1}" >&2
-        # nvcc, of which its setup reads the version, and headers; torch's packages have the rest. No CUDA toolkit is needed.
-        "$py" -m pip install -q --no-deps nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
-        headers=$site/nvidia
-        CUDA_HOME=$headers/cu13 CPATH=$headers/cu13/include:$headers/cu13/include/cccl:$headers/cudnn/include:$headers/nccl/include \
-            NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-1} "$py" -m pip install --no-deps --no-build-isolation \
-            transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 transformer_engine_torch==2.11.0
-    fi
-fi
-if ! [[ "$venv" =~ ^.venv(-current|-gpu)?$ ]]; then exit; fi
+case $venv in
+    .venv-gpu) compile_transformer_engine ;;
+    .venv-te) unpack_transformer_engine ;;
+    .venv | .venv-other) ;;
+    *) exit ;;
+esac
 
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)
 if [ "$(cat "$venv/.package" 2>/dev/null)" != "$package $PWD" ]; then

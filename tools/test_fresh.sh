@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The two README commands as a new user runs them: a clone of HEAD, an empty home, pip's defaults, no Slurm from before.
-#   tools/test_fresh.sh [interpreter]   (default: the first of python3.11 and python3.12 that works)
+#   tools/test_fresh.sh [interpreter]   (default: the active python3)
 # FRESH_DIR names the parent of the temporary folder, which needs 15 GB. Prints the minutes of each part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$(command -v "${1:-${PYTHON:-$(command -v python3.11 || command -v python3.12)}}")
+python=$(command -v "${1:-${PYTHON:-python3}}")
 folder=$(mktemp -d "${FRESH_DIR:-/tmp}/fresh-XXXXXX")
 trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/home"

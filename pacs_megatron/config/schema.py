@@ -97,8 +97,10 @@ class MegatronOptions(Options):
     Transformer Engine's or Apex's kernel.
     """
 
-    moe_permute_fusion: bool = False
-    """Transformer Engine's fused permutation of tokens."""
+    moe_permute_fusion: bool | None = None
+    """Transformer Engine's fused permutation of tokens. Without it a GPU adds the experts' outputs
+    of a token in any order, so two equal passes differ. null: on with Transformer Engine.
+    """
 
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"  # noqa: S105  (no password)
     """Exchange of tokens between expert-parallel ranks; `flex` requires the package of its backend.

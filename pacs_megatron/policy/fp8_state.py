@@ -51,5 +51,8 @@ def unchanged_fp8_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
             # No backward pass is pending, so all queued entries come from this pass.
             te.activation_recompute_forward._is_first_fp8_module.clear()
-            for queue in te.FP8GlobalStateManager.fp8_tensors_recompute_buffer:
+            manager = te.FP8GlobalStateManager
+            # Transformer Engine 2.15 and later keep the state in an object of its own.
+            state = getattr(manager, "quantization_state", manager)
+            for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()

@@ -392,6 +392,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
     }
     if spec.moe is not None:
+        uses_te = precision.uses_transformer_engine(dtype, machine)
         arguments |= {
             "num_moe_experts": spec.moe.num_experts,
             "moe_ffn_hidden_size": spec.moe.expert_ffn_size,
@@ -402,7 +403,10 @@ def transformer_config(
             # fp32 routing scores: rounding differences between two passes could select another
             # expert.
             "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": precision.uses_transformer_engine(dtype, machine),
+            "moe_grouped_gemm": uses_te,
+            # Otherwise a GPU adds the experts' outputs of a token with atomics in bf16: two equal
+            # passes differ, and so do the scores.
+            "moe_permute_fusion": uses_te,
         }
     if parallel.vpp is not None:
         # The interleaved schedule's batched exchange mismatches sends and receives if both
@@ -437,7 +441,7 @@ def _recompute_arguments(parallel: ParallelOptions, machine: precision.Machine) 
     if machine.transformer_engine is None and without_te:
         raise ConfigError(
             f"parallel.recompute.modules: {', '.join(sorted(without_te))} needs Transformer "
-            "Engine, which is not installed; remove it, or install transformer-engine 2.11"
+            "Engine, which is not installed; remove it, or install it with `make install-gpu`"
         )
     return {
         "recompute_granularity": recompute.granularity,

@@ -12,21 +12,20 @@ import torch
 
 from pacs_megatron.config.schema import Fp8Options, MegatronOptions, PrecisionOptions
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.runtime.environment import ApexKind, apex_kind, check_apex, installed
+from pacs_megatron.runtime.environment import (
+    ApexKind,
+    Version,
+    apex_kind,
+    check_apex,
+    installed,
+    parse_version,
+    transformer_engine_problem,
+    version_text,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-Version = tuple[int, int]
-"""(major, minor)"""
-
-_TE_RANGES: dict[Version, tuple[Version, Version]] = {
-    (0, 16): ((2, 9), (2, 12)),
-    (0, 19): ((2, 14), (2, 21)),
-}
-"""oldest megatron-core -> the Transformer Engine that it requires (its pyproject and its imports):
-from the first version, below the second one
-"""
 _FP8_NEEDS: dict[str, tuple[Version, Version, Version]] = {
     "delayed": ((2, 1), (8, 9), (0, 0)),
     "tensorwise": ((2, 2), (8, 9), (0, 0)),
@@ -57,13 +56,6 @@ class Machine:
     """whether Apex's kernel is importable that adds a weight's gradient to the fp32 buffer"""
 
 
-def _parse(version: str | None) -> Version | None:
-    if version is None:
-        return None
-    major, minor, *_ = version.split(".")
-    return int(major), int(minor)
-
-
 def inspect_machine() -> Machine:
     """Inspects this machine without importing the packages."""
     cuda = torch.cuda.is_available()
@@ -71,10 +63,10 @@ def inspect_machine() -> Machine:
     return Machine(
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
-        cuda_version=_parse(torch.version.cuda),
-        transformer_engine=_parse(engine),
+        cuda_version=parse_version(torch.version.cuda),
+        transformer_engine=parse_version(engine),
         apex=apex_kind(),
-        megatron=_parse(installed("megatron-core")) or (0, 16),
+        megatron=parse_version(installed("megatron-core")) or (0, 16),
         gradient_fusion=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
 
@@ -101,20 +93,11 @@ def check(options: PrecisionOptions, machine: Machine) -> None:
             "--cuda_ext, or run `pip uninstall apex`"
         )
     if machine.cuda and machine.transformer_engine is not None:
-        _check_transformer_engine(machine.transformer_engine, machine.megatron)
+        problem = transformer_engine_problem(machine.transformer_engine, machine.megatron)
+        if problem is not None:
+            raise ConfigError(problem)
     if options.fp8 is not None:
         _check_fp8(options.fp8, machine)
-
-
-def _check_transformer_engine(engine: Version, megatron: Version) -> None:
-    required_by = max(version for version in _TE_RANGES if version <= megatron)
-    low, high = _TE_RANGES[required_by]
-    if not low <= engine < high:
-        raise ConfigError(
-            f"Transformer Engine {_text(engine)} is not supported by megatron-core "
-            f"{_text(required_by)}, which needs >= {_text(low)} and < {_text(high)}; install such "
-            "a transformer-engine"
-        )
 
 
 def _check_fp8(fp8: Fp8Options, machine: Machine) -> None:
@@ -133,8 +116,8 @@ def _check_fp8(fp8: Fp8Options, machine: Machine) -> None:
         )
     if machine.transformer_engine is None:
         raise ConfigError(
-            f"{option} needs Transformer Engine, which is not installed; install "
-            "transformer-engine 2.11"
+            f"{option} needs Transformer Engine, which is not installed; install it with "
+            "`make install-gpu`"
         )
 
     engine, capability, cuda = _FP8_NEEDS[fp8.recipe]
@@ -145,15 +128,11 @@ def _check_fp8(fp8: Fp8Options, machine: Machine) -> None:
     )
     for name, oldest, present, owner in requirements:
         if present is None or present < oldest:
-            version = "unknown" if present is None else _text(present)
+            version = "unknown" if present is None else version_text(present)
             raise ConfigError(
-                f"{option} needs {name} >= {_text(oldest)}, {owner} {version}; change it or remove "
-                "precision.fp8"
+                f"{option} needs {name} >= {version_text(oldest)}, {owner} {version}; change it or "
+                "remove precision.fp8"
             )
-
-
-def _text(version: Version) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def describe(options: PrecisionOptions, machine: Machine) -> str:
@@ -187,7 +166,7 @@ def _layers(options: PrecisionOptions, machine: Machine) -> str:
     if engine is None:
         return "local layers"
     if _has_transformer_layers(options, machine):
-        return f"Transformer Engine {_text(engine)}"
+        return f"Transformer Engine {version_text(engine)}"
     return "local layers (Transformer Engine's attention has no fp32)"
 
 

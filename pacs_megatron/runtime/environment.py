@@ -31,6 +31,15 @@ PACKAGES = (
     "numpy",
 )
 """Packages whose versions a run and a crash report record."""
+Version = tuple[int, int]
+"""(major, minor)"""
+_TE_RANGES: dict[Version, tuple[Version, Version]] = {
+    (0, 16): ((2, 9), (2, 12)),
+    (0, 19): ((2, 14), (2, 21)),
+}
+"""oldest megatron-core -> the Transformer Engine that it requires (its pyproject and its imports):
+from the first version, below the second one
+"""
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 """Files of a host with an NVIDIA driver."""
 VISIBLE_GPUS = "PACS_VISIBLE_GPUS"
@@ -60,6 +69,32 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def parse_version(text: str | None) -> Version | None:
+    """(major, minor) of a version's text; None of None."""
+    if text is None:
+        return None
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)
+
+
+def version_text(value: Version) -> str:
+    """`major.minor`."""
+    return f"{value[0]}.{value[1]}"
+
+
+def transformer_engine_problem(engine: Version, megatron: Version) -> str | None:
+    """Why this Transformer Engine does not fit this megatron-core, in one line, or None."""
+    oldest = max(version for version in _TE_RANGES if version <= megatron)
+    low, high = _TE_RANGES[oldest]
+    if low <= engine < high:
+        return None
+    return (
+        f"Transformer Engine {version_text(engine)} is not supported by megatron-core "
+        f"{version_text(megatron)}, which needs >= {version_text(low)} and < {version_text(high)}; "
+        "install such a transformer-engine"
+    )
 
 
 ApexKind = Literal["none", "nvidia", "no kernels", "foreign"]

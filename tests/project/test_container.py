@@ -13,24 +13,37 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "slurm" / "container"
 
 
-def locked(name: str) -> dict[str, str]:
-    """Package -> version of a lock file."""
+def locked(name: str, python: str = "3.12") -> dict[str, str]:
+    """Package -> version of a lock file, on this version of Python."""
     (file,) = (ROOT / "requirements").glob(f"{name}.*")
-    lines = file.read_text().splitlines()
-    return dict(line.split("==", 1) for line in lines if re.match(r"[A-Za-z0-9]", line))
+    pins = {}
+    for line in file.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        pin = Requirement(line)
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            (version,) = pin.specifier
+            pins[pin.name] = version.version
+    return pins
 
 
-def test_every_requirement_is_in_the_lock_and_within_its_range() -> None:
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_every_requirement_is_in_the_lock_and_within_its_range(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    base = {re.sub(r"[._]", "-", name).lower(): version for name, version in locked("base").items()}
+    assert SpecifierSet(project["requires-python"]).contains(python)
+    base = {
+        re.sub(r"[._]", "-", name).lower(): version
+        for name, version in locked("base", python).items()
+    }
     for line in project["dependencies"]:
         wanted = Requirement(line)
-        assert wanted.specifier.contains(base[wanted.name.lower()].split("+")[0]), line
+        assert wanted.specifier.contains(base[wanted.name.lower()]), line
 
 
 def test_both_recipes_are_one() -> None:
@@ -86,9 +99,19 @@ def test_the_script_with_stand_ins(tmp_path: Path) -> None:
 
 
 def test_one_torch_for_trainer_and_servers() -> None:
-    """NCCL rejects a group of two versions, and torch pins NCCL:
-
-    SGLang 0.5.20 requires torch 2.13.0.
+    """NCCL rejects a group of two versions, and torch pins NCCL: SGLang 0.5.23 requires torch
+    2.14.1.
     """
-    assert locked("base")["torch"] == "2.13.0" and locked("sglang-gpu") == {"sglang": "0.5.20"}
-    assert "torch" not in locked("gpu") and locked("te").items() >= locked("gpu").items()
+    for python in ("3.12", "3.13"):
+        assert locked("base", python)["torch"] == "2.14.1"
+    assert locked("sglang-gpu") == {"sglang": "0.5.23"}
+    assert "torch" not in locked("gpu") and "megatron-core" not in locked("gpu")
+
+
+def test_rows_differ_in_megatron_core_and_torch_only() -> None:
+    for name, own in (("base", {"torch", "megatron-core"}), ("sglang", {"torch", "triton"})):
+        light = locked(name, "3.11")
+        today = locked(name, "3.12")
+        assert today == locked(name, "3.13")
+        assert {pin for pin in light if light[pin] != today[pin]} == own
+        assert light.keys() == today.keys()

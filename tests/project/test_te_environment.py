@@ -6,5 +6,5 @@ import pytest
 def test_transformer_engine_is_installed() -> None:
     pytest.importorskip(
         "transformer_engine",
-        reason="tests/te needs the environment of `make test-te` (PACS_TE_PACK)",
+        reason="tests/te needs an environment of `make test-te`",
     )

@@ -45,6 +45,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "dp2-distopt": (2, {"distributed_optimizer": True}),
     "ep2-distopt": (2, {"ep": 2, "distributed_optimizer": True}),
+    "tp2-ep2-sp": (2, SP | {"ep": 2}),
+    "tp2-ep2-sp-distopt": (2, SP | {"ep": 2, "distributed_optimizer": True}),
     "recompute-full": (1, {"recompute": FULL}),
     "recompute-selective": (1, {"recompute": SELECTIVE}),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import itertools
 import os
@@ -39,15 +40,19 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.policy import precision
+from pacs_megatron.runtime import environment
 from tests.te.fp8_emulation import product
 
+ENGINE = environment.parse_version(importlib.metadata.version("transformer-engine"))
+MEGATRON = environment.parse_version(importlib.metadata.version("megatron-core"))
+assert ENGINE is not None and MEGATRON is not None
 MACHINE = precision.Machine(
     cuda=True,
     capability=(9, 0),
     cuda_version=(13, 0),
-    transformer_engine=(2, 11),
+    transformer_engine=ENGINE,
     apex="none",
-    megatron=(0, 16),
+    megatron=MEGATRON,
 )
 CALLS: dict[str, int] = {}
 """Forwards of each kind of module, so that a test can see that Transformer Engine's modules ran."""
@@ -78,7 +83,9 @@ def _prepared(module: Any, num_gemms: int = 1) -> Iterator[None]:
         if module.sequence_parallel:
             assert module.fp8_meta["recipe"].reduce_amax
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
-        if module.training and is_fp8_activation_recompute_enabled():
+        # Transformer Engine 2.15 and later keep the scales of a module in evaluation mode too.
+        is_kept = module.training or ENGINE >= (2, 15)
+        if is_kept and is_fp8_activation_recompute_enabled():
             FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(module.fp8_meta)
     yield
 
@@ -143,7 +150,11 @@ def _te_linear(
 
 
 def _grouped_linear(
-    self: Any, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    self: Any,
+    inp: Tensor,
+    m_splits: Tensor | list[int],
+    is_first_microbatch: bool | None = None,
+    **_options: Any,
 ) -> Tensor:
     _counted("GroupedLinear")
     sizes = [int(size) for size in m_splits]
@@ -196,16 +207,60 @@ def _multi_tensor_adam(
     weight_decay: float,
     *_rest: Any,
 ) -> None:
+    correct1 = 1 - beta1**step if bias_correction else 1.0
+    correct2 = 1 - beta2**step if bias_correction else 1.0
     for grad, param, mean, variance, *masters in zip(*lists, strict=True):
         g = grad.float()
         master = (masters or [param.float()])[0]
-        mean.mul_(beta1).add_(g, alpha=1 - beta1)
-        variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        correct1 = 1 - beta1**step if bias_correction else 1.0
-        correct2 = 1 - beta2**step if bias_correction else 1.0
-        update = (mean / correct1) / ((variance / correct2).sqrt() + eps) + weight_decay * master
+        # Transformer Engine 2.15 and later pass bf16 moments, which the kernel reads and writes.
+        new_mean = mean.float().mul_(beta1).add_(g, alpha=1 - beta1)
+        new_variance = variance.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        root = (new_variance / correct2).sqrt()
+        update = (new_mean / correct1) / (root + eps) + weight_decay * master
+        mean.copy_(new_mean)
+        variance.copy_(new_variance)
         master.copy_(master - lr * update)
         param.copy_(master.to(param.dtype))
+
+
+def _permute(
+    tokens: Tensor, routing_map: Tensor, num_out_tokens: int | None = None, **_options: Any
+) -> tuple[Tensor, Tensor]:
+    """Tokens [t, h] in the order of their experts, and the row of each: int64 [n]."""
+    _counted("permute")
+    rows = routing_map.bool().t().nonzero()[:, 1]
+    assert num_out_tokens in (None, len(rows))
+    return tokens.index_select(0, rows), rows
+
+
+def _permute_with_probs(
+    tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_permute`; probs [t, experts] become [n], in the same order."""
+    permuted, rows = _permute(tokens, routing_map, num_out_tokens)
+    return permuted, probs.t().masked_select(routing_map.bool().t()), rows
+
+
+def _unpermute(
+    tokens: Tensor, rows: Tensor, *, restore_shape: Any, merging_probs: Any = None, **_options: Any
+) -> Tensor:
+    """[t, h]: the sum of each token's rows in fp32, always in the same order, as the kernel's."""
+    _counted("unpermute")
+    assert merging_probs is None
+    total = torch.zeros(restore_shape, dtype=torch.float32)
+    return total.index_add(0, rows, tokens.float()).to(tokens.dtype)
+
+
+def _sort_chunks(tokens: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+    """The chunks of these sizes in another order."""
+    chunks = torch.split(tokens, sizes.tolist())
+    return torch.cat([chunks[index] for index in order.tolist()])
+
+
+def _sort_chunks_with_probs(
+    tokens: Tensor, probs: Tensor, sizes: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _sort_chunks(tokens, sizes, order), _sort_chunks(probs, sizes, order)
 
 
 def _replace_forwards() -> None:
@@ -273,6 +328,11 @@ def _patch_megatron() -> None:
         module.multi_tensor_scale_impl = local_multi_tensor_scale
     clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
     moe_utils.te_general_gemm = None
+    moe_utils.fused_permute = _permute
+    moe_utils.fused_permute_with_probs = _permute_with_probs
+    moe_utils.fused_unpermute = _unpermute
+    moe_utils.fused_sort_chunks_by_index = _sort_chunks
+    moe_utils.fused_sort_chunks_by_index_with_probs = _sort_chunks_with_probs
 
     def fused_rope(
         t: Tensor, bounds: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0

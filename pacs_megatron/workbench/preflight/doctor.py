@@ -14,7 +14,13 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pacs_megatron.runtime.environment import DRIVER_FILES, apex_kind, installed
+from pacs_megatron.runtime.environment import (
+    DRIVER_FILES,
+    apex_kind,
+    installed,
+    parse_version,
+    transformer_engine_problem,
+)
 from pacs_megatron.runtime.shipped import shipped_folder
 from pacs_megatron.runtime.waiting import try_program
 from pacs_megatron.workbench.preflight.check import Check, judged
@@ -28,8 +34,6 @@ REQUIRED = (
     "pydantic",
     "safetensors",
 )
-# Megatron-Core 0.16.1 requires this range of Transformer Engine.
-TE_RANGE = (Version("2.9"), Version("2.12"))
 SGLANG_PYTHONS = (Path(".venv-sglang-gpu/bin/python"), Path(".venv-sglang/bin/python"))
 SGLANG_VERSION_CODE = "from importlib.metadata import version; print(version('sglang'))"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -76,8 +80,8 @@ def _abilities(rows: list[Check]) -> list[str]:
 # ------------------------------------------------------------------------- Python and its packages
 def python() -> Iterator[Check]:
     """The interpreter, the machine, and the folder of the shipped files."""
-    is_supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    yield judged("Python", is_supported, platform.python_version(), "use Python 3.11 or 3.12")
+    is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield judged("Python", is_supported, platform.python_version(), "use Python 3.11, 3.12 or 3.13")
 
     cores = len(os.sched_getaffinity(0))
     memory_gib = psutil.virtual_memory().total / 2**30
@@ -172,11 +176,14 @@ def transformer_engine() -> Check:
     key = "transformer-engine"
     install = "`make install-gpu`"
     version = installed(key)
-    low, high = TE_RANGE
-    if version is None:
+    engine = parse_version(version)
+    megatron = parse_version(installed("megatron-core"))
+    if version is None or engine is None:
         return Check("none", key, "not installed", f"{install}: bf16 kernels, FP8")
-    if not low <= Version(version) < high:
-        return Check("fail", key, version, f"megatron-core 0.16.1 needs >= {low}, < {high}")
+    if megatron is not None:
+        problem = transformer_engine_problem(engine, megatron)
+        if problem is not None:
+            return Check("fail", key, version, problem)
     has_extension = find_spec("transformer_engine_torch") is not None
     return judged(key, has_extension, version, f"the PyTorch extension is missing: {install}")
 

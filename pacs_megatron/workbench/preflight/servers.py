@@ -16,8 +16,8 @@ from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
 from pacs_megatron.workbench.preflight.check import Check, attempt, judged
 from pacs_megatron.workbench.preflight.doctor import SGLANG_VERSION_CODE
 
-EXPECTED = {"cpu": "0.5.23", "cuda": "0.5.20"}
-"""Version of SGLang by device: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
+EXPECTED = "0.5.23"
+"""Version of SGLang: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
 NCCL_CODE = """
 import torch
 try:
@@ -133,9 +133,8 @@ def _version(servers: SglangServers) -> Check:
         fix = "install sglang there (make install-sglang), or set the interpreter that has it"
         return Check("fail", key, f"{program} has no sglang", fix)
 
-    expected = EXPECTED[servers.device]
-    fix = f"pip install sglang=={expected}, the version for rollout.servers.device={servers.device}"
-    return judged(key, version == expected, f"sglang {version}", fix, "warn")
+    fix = f"pip install sglang=={EXPECTED}, the version that this project is tested with"
+    return judged(key, version == EXPECTED, f"sglang {version}", fix, "warn")
 
 
 # --------------------------------------------------------------------------------- running servers

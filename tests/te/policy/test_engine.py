@@ -20,6 +20,8 @@ PAIRWISE = [
     "qwen3-tied-pp2",
     "qwen2-tp2-sp",
     "moe-ep2-distopt",
+    "moe-tp2-ep2-sp",
+    "moe-tp2-ep2-sp-distopt",
     *DISCARDED,
 ]
 

@@ -91,6 +91,12 @@ def test_an_h100_with_transformer_engine_takes_every_recipe(recipe: str) -> None
         ),
         (PrecisionOptions(), {"transformer_engine": (2, 8)}, "needs >= 2.9 and < 2.12"),
         (PrecisionOptions(), {"transformer_engine": (2, 12)}, "needs >= 2.9 and < 2.12"),
+        (PrecisionOptions(), {"megatron": (0, 19)}, "needs >= 2.14 and < 2.21"),
+        (
+            PrecisionOptions(),
+            {"megatron": (0, 19), "transformer_engine": (2, 21)},
+            "needs >= 2.14 and < 2.21",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_rejected_in_one_line(

@@ -44,14 +44,26 @@ def test_apex_is_nvidias_with_its_kernels(
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [("2.8.0", "fail"), ("2.11.0", "ok"), ("2.12.0", "fail")]
+    ("megatron", "engine", "level"),
+    [
+        ("0.16.1", "2.8.0", "fail"),
+        ("0.16.1", "2.11.0", "ok"),
+        ("0.16.1", "2.12.0", "fail"),
+        ("0.19.2", "2.11.0", "fail"),
+        ("0.19.2", "2.20.2", "ok"),
+        ("0.19.2", "2.21.0", "fail"),
+    ],
 )
 def test_transformer_engine_that_megatron_takes(
-    version: str, level: str, monkeypatch: pytest.MonkeyPatch
+    megatron: str, engine: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "installed", lambda _name: version)
+    versions = {"megatron-core": megatron, "transformer-engine": engine}
+    monkeypatch.setattr(doctor, "installed", versions.get)
     monkeypatch.setattr(doctor, "find_spec", lambda _name: object())
-    assert doctor.transformer_engine().level == level
+    found = doctor.transformer_engine()
+    assert found.level == level
+    if level == "fail":
+        assert f"megatron-core {megatron[:4]}, which needs" in found.fix
 
 
 def test_a_controller_that_does_not_respond(

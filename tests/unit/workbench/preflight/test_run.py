@@ -137,25 +137,22 @@ def test_another_version_and_a_server_that_is_none(tmp_path: Path, model: Path) 
     assert "is it SGLang?" in find(checks, "rollout.servers").message
 
 
-@pytest.mark.parametrize(("device", "file"), [("cpu", "sglang.lock"), ("cuda", "sglang-gpu.txt")])
-def test_locks_documents_and_preflight_name_one_sglang_for_each_device(
-    device: str, file: str
-) -> None:
-    """With GPUs the one that requires the torch of base.lock, and so its NCCL."""
+@pytest.mark.parametrize("file", ["sglang.lock", "sglang-gpu.txt"])
+def test_locks_documents_and_preflight_name_one_sglang(file: str) -> None:
+    """The one that requires the torch of base.lock on Python 3.12, and so its NCCL."""
     root = Path(__file__).parents[4]
     text = (root / "requirements" / file).read_text()
-    assert f"\nsglang=={EXPECTED[device]}\n" in text
+    assert f"\nsglang=={EXPECTED}\n" in text
+    base = (root / "requirements" / "base.lock").read_text()
+    torch_lines = re.findall(r"^torch==.*$", base, re.MULTILINE)
+    if file == "sglang.lock":
+        assert re.findall(r"^torch==.*$", text, re.MULTILINE) == torch_lines
+
+    (torch,) = re.findall(r'^torch==(\S+); python_version >= "3.12"$', base, re.MULTILINE)
     documents = (root / "docs" / "compatibility.md").read_text()
-    (torch,) = re.findall(
-        r"^torch==(\S+)$", (root / "requirements" / "base.lock").read_text(), re.MULTILINE
-    )
-    if device == "cpu":
-        assert f"\ntorch=={torch}\n" in text and f"| {EXPECTED[device]} |" in documents
-    else:
-        assert (
-            f"torch {torch}" in text
-            and f"| SGLang {EXPECTED[device]} | torch {torch}," in documents
-        )
+    assert f"| SGLang {EXPECTED} | torch {torch}," in documents
+    if file == "sglang-gpu.txt":
+        assert f"torch {torch}" in text
         assert f"requirements/{file}" in (root / "docs" / "operations.md").read_text()
 
 
