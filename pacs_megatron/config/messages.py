@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -76,7 +76,7 @@ def fields_at(
         root: The configuration, which selects the strategy of a section.
         schema: Class of `root`.
     """
-    section = dotted(part for part in path if isinstance(part, str))
+    section = _section_of(path, schema)
     has_strategies = section in TAGS
     strategy = None
     if has_strategies:
@@ -90,6 +90,26 @@ def fields_at(
         if parent == section and is_of_strategy:
             fields[name] = field
     return fields
+
+
+def _section_of(path: KeyPath, schema: type[Options]) -> str:
+    """The dotted key of a place without list indices and without names that the user chooses, such
+    as the columns of `where`.
+    """
+    mappings = {
+        key
+        for key, _, field in all_keys(schema)
+        if get_origin(field.annotation) is dict and options_classes(field.annotation)
+    }
+    parts: list[str] = []
+    is_name = False
+    for part in path:
+        if is_name:
+            is_name = False
+        elif isinstance(part, str):
+            parts.append(part)
+            is_name = dotted(parts) in mappings
+    return dotted(parts)
 
 
 def dotted(path: Iterable[str | int]) -> str:

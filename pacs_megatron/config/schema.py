@@ -6,6 +6,8 @@ does not use.
 
 from __future__ import annotations
 
+import re
+from datetime import date
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -263,11 +265,58 @@ Preset = Literal[
 ]
 
 
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
+
+
+class RowCondition(Options):
+    """The values of a column that rows to use have: `min`, `max` or both, or `one_of`."""
+
+    min: int | float | str | None = None
+    """Least value: a number, or a day as `2024-07-01`."""
+
+    max: int | float | str | None = None
+    """Greatest value, which rows may have: a number, or a day."""
+
+    one_of: tuple[str | int | bool, ...] | None = Field(default=None, strict=False, min_length=1)
+    """The values, in place of `min` and `max`."""
+
+    @field_validator("min", "max")
+    @classmethod
+    def _check_day(cls, bound: int | float | str | None) -> int | float | str | None:
+        if isinstance(bound, str):
+            try:
+                is_day = bool(_DAY.fullmatch(bound) and date.fromisoformat(bound))
+            except ValueError:
+                is_day = False
+            if not is_day:
+                raise ValueError(
+                    f"expected a number or a day, such as 2024-07-01, got {bound!r}; correct it"
+                )
+        return bound
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RowCondition:
+        bounds = [bound for bound in (self.min, self.max) if bound is not None]
+        if bool(bounds) == (self.one_of is not None):
+            raise ValueError("expected `min`, `max` or both, or `one_of` alone; correct it")
+        if len(bounds) == 2:
+            if isinstance(self.min, str) != isinstance(self.max, str):
+                raise ValueError(
+                    f"min={self.min!r} and max={self.max!r} are a number and a day; correct one"
+                )
+            if self.min > self.max:  # type: ignore[operator]
+                raise ValueError(f"min={self.min} is above max={self.max}; swap them")
+        return self
+
+
 class DatasetOptions(Options):
     path: PathText
     """Hub id, a .json, .jsonl or .parquet file, or such a file of the hub:
     `hf://datasets/OWNER/NAME/FILE`.
     """
+
+    more_paths: tuple[PathText, ...] = Field(default=(), strict=False)
+    """Further files with the same columns, read after the file `path`."""
 
     name: RunName | None = None
     """Name in metrics and prompt ids; null uses the name of the preset or the file."""
@@ -287,8 +336,18 @@ class DatasetOptions(Options):
     columns: ColumnOptions | None = None
     """Column names, in place of `preset`."""
 
+    where: dict[Line, RowCondition] = Field(default_factory=dict)
+    """Column -> its values in the rows to use, such as `contest_date: {min: 2024-07-01}`. A row is
+    used if all columns match; the others are counted. Empty uses all rows.
+    """
+
     limit: PositiveInt | None = None
-    """Number of rows to use, from the first; null uses all."""
+    """Number of rows to use, from the first that match `where`; null uses all."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """`path` and `more_paths`."""
+        return (self.path, *self.more_paths)
 
 
 class DataOptions(Options):
@@ -417,6 +476,22 @@ class BenchmarkOptions(DatasetOptions):
 
     k: tuple[int, ...] | None = Field(default=None, strict=False, min_length=1)
     """Values of k of this benchmark; null uses evaluation.k."""
+
+    choice_orders: int = Field(default=1, ge=1, le=64)
+    """With `preset: gpqa`: number of random orders of the choices in which each problem occurs.
+
+    `eval` counts their responses as one problem's. An evaluation inside a run counts each order as
+    a problem, which has the same pass@1.
+    """
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> BenchmarkOptions:
+        if self.choice_orders > 1 and self.preset != "gpqa":
+            raise ValueError(
+                f"choice_orders={self.choice_orders} is for preset: gpqa, which has choices; "
+                "remove it"
+            )
+        return self
 
 
 class EvaluationOptions(Options):

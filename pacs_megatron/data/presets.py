@@ -82,15 +82,19 @@ def _aime_answer(text: str) -> str:
 
 
 def _gpqa(row: DataRow) -> dict[str, str]:
-    """Question with the four choices in an order that depends on the question only; the answer is a
-    letter (Idavidrein/gpqa).
+    """Question with the four choices in an order that depends on the question and on
+    `row.choice_order` only; the answer is a letter (Idavidrein/gpqa).
     """
     question = _text(row, "Question")
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [_text(row, name) for name in names]
 
+    # An order with a number has a draw of its own.
+    prefix = f"{row.choice_order}:" if row.choice_order else ""
+
     def digest(index: int) -> bytes:
-        return hashlib.sha256(f"{index} {question}".encode("utf-8", "replace")).digest()
+        text = f"{prefix}{index} {question}"
+        return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
     order = sorted(range(4), key=digest)
     lines = [f"{letter}. {choices[index]}" for letter, index in zip("ABCD", order, strict=True)]

@@ -7,14 +7,14 @@ cannot close a turn.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pacs_megatron.config.schema import DataOptions, DatasetOptions
+from pacs_megatron.config.schema import BenchmarkOptions, DataOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data.presets import Problem, columns_of, problem_of
 from pacs_megatron.data.sources import read_rows
@@ -45,6 +45,8 @@ class PromptSet:
     num_rows: int
     num_too_long: int
     """dropped: more than data.max_prompt_tokens"""
+    num_filtered: int = 0
+    """rows before these that do not match the data set's `where`; not in num_rows"""
 
 
 def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
@@ -67,9 +69,17 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
 
     columns = columns_of(dataset)
     name = dataset_name(dataset)
+    num_orders = 1
+    if isinstance(dataset, BenchmarkOptions):
+        num_orders = dataset.choice_orders
     prompts: list[Prompt] = []
     with report_wait(lambda: f"for the prompts of {dataset.path} ({len(prompts)})"):
-        rows = [(row.index, problem_of(row, columns)) for row in read_rows(dataset)]
+        found = read_rows(dataset)
+        rows = []
+        for row in found.used:
+            for order in range(num_orders):
+                problem = problem_of(replace(row, choice_order=order), columns)
+                rows.append((_prompt_id(name, row.index, order), problem))
         for start in range(0, len(rows), _BATCH):
             prompts += _prompts_of(rows[start : start + _BATCH], name, data, tokenizer)
 
@@ -85,11 +95,12 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
         prompts=tuple(prompts),
         num_rows=len(rows),
         num_too_long=len(rows) - len(prompts),
+        num_filtered=found.num_filtered,
     )
 
 
 def _prompts_of(
-    rows: Sequence[tuple[int, Problem]], name: str, data: DataOptions, tokenizer: Any
+    rows: Sequence[tuple[str, Problem]], name: str, data: DataOptions, tokenizer: Any
 ) -> list[Prompt]:
     """The prompts of some rows that are short enough."""
     texts = render([problem for _, problem in rows], data, tokenizer)
@@ -102,10 +113,10 @@ def _prompts_of(
     )
 
     prompts = []
-    for (index, problem), text, ids in zip(rows, texts, encoded, strict=True):
+    for (prompt_id, problem), text, ids in zip(rows, texts, encoded, strict=True):
         if len(ids) <= data.max_prompt_tokens:
             prompt = Prompt(
-                id=f"{name}/{index}",
+                id=prompt_id,
                 source=name,
                 text=text.replace(_BREAK, ""),
                 token_ids=np.array(ids, dtype=np.int32),
@@ -115,6 +126,16 @@ def _prompts_of(
             )
             prompts.append(prompt)
     return prompts
+
+
+def _prompt_id(name: str, index: int, order: int) -> str:
+    """`<data set>/<row>`, and `~<order>` for a further order of the choices."""
+    return f"{name}/{index}~{order}" if order else f"{name}/{index}"
+
+
+def problem_id_of(prompt_id: str) -> str:
+    """The id of a prompt without the order of its choices. A name of a data set has no `~`."""
+    return prompt_id.partition("~")[0]
 
 
 def _check_problems_appear(prompts: Sequence[Prompt], tokenizer: Any) -> None:

@@ -4,15 +4,18 @@ Local files are parsed here: `datasets` copies them into the user's cache, force
 column of mixed answers, and does not name the line of a malformed row.
 """
 
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.config.schema import DatasetOptions, RowCondition
 from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, DataError, shown
 from pacs_megatron.runtime.json_reader import as_object, parse_json, read_lines, read_text
@@ -36,6 +39,8 @@ class DataRow:
     index: int
     where: str
     values: Mapping[str, Any]
+    choice_order: int = 0
+    """number of the order of the choices of a multiple-choice problem"""
 
     def wrong(self, column: str, expected: str) -> DataError:
         """The error for a column with another value than `expected`."""
@@ -48,30 +53,121 @@ class DataRow:
         )
 
 
-def read_rows(options: DatasetOptions) -> list[DataRow]:
-    """All rows of the data set, or the first `options.limit` of them; at least one.
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    """The rows of a data set that match `where`."""
+
+    used: list[DataRow]
+    num_filtered: int
+    """rows that do not match, up to the last row that was read"""
+
+
+def read_rows(options: DatasetOptions) -> DataRows:
+    """The rows of the data set that match `options.where`, at most `options.limit`; at least one.
+
+    The index of a row counts all rows of all files, so it does not depend on `where`.
 
     Raises:
-        DataError: The source is missing, malformed or empty.
+        DataError: The source is missing, malformed or empty, no row matches, or a column of `where`
+            is missing or has a value of another kind.
         ConfigError: An option that this kind of source does not use.
     """
-    path = find_source(options)
-    hub_file = _HUB_FILE.fullmatch(options.path)
-    _check_options(options, path, is_hub_file=hub_file is not None)
+    used: list[DataRow] = []
+    num_filtered = 0
+    num_before = 0
+    for path in options.paths:
+        if len(used) == options.limit:
+            break
+        num_read = 0
+        for row in _rows_of(options, path):
+            num_read += 1
+            if not matches(row, options.where):
+                num_filtered += 1
+                continue
+            used.append(replace(row, index=num_before + row.index))
+            # Before the next row is parsed.
+            if len(used) == options.limit:
+                break
+        if not num_read:
+            raise DataError(f"{path}: is empty or has no rows; expected at least one problem")
+        num_before += num_read
+
+    if not used:
+        conditions = ", ".join(options.where)
+        raise DataError(
+            f"{options.path}: none of {num_filtered} rows matches `where` ({conditions}); correct "
+            "its values"
+        )
+    return DataRows(used, num_filtered)
+
+
+def matches(row: DataRow, where: Mapping[str, RowCondition]) -> bool:
+    """Whether every column of `where` has one of its values.
+
+    Raises DataError if a column is missing, or has no number or day to compare.
+    """
+    return all(_column_matches(row, name, condition) for name, condition in where.items())
+
+
+def _column_matches(row: DataRow, name: str, condition: RowCondition) -> bool:
+    if name not in row.values:
+        columns = ", ".join(map(repr, row.values)) or "none"
+        raise DataError(
+            f"{row.where}: no column {name!r} of `where`, it has {columns}; correct `where`"
+        )
+    value = row.values[name]
+    if condition.one_of is not None:
+        return any(type(value) is type(item) and value == item for item in condition.one_of)
+
+    is_day = isinstance(condition.min, str) or isinstance(condition.max, str)
+    comparable: Any = _day(row, name) if is_day else _number(row, name)
+    is_above = condition.min is None or comparable >= condition.min
+    is_below = condition.max is None or comparable <= condition.max
+    return is_above and is_below
+
+
+def _day(row: DataRow, name: str) -> str:
+    """The day of a date or time, as `2024-07-01`, which sorts as text."""
+    value = row.values[name]
+    with suppress(ValueError):
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value.strip())
+    if not isinstance(value, date):
+        raise row.wrong(name, "a date or time of ISO 8601, for `where`")
+    return value.isoformat()[:10]
+
+
+def _number(row: DataRow, name: str) -> float:
+    value = row.values[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise row.wrong(name, "a number, for `where`")
+    number: float = value
+    return number
+
+
+def _rows_of(options: DatasetOptions, path_text: str) -> Iterator[DataRow]:
+    """The rows of one file, or of the hub id or folder."""
+    one = options.model_copy(update={"path": path_text})
+    path = find_source(path_text)
+    hub_file = _HUB_FILE.fullmatch(path_text)
+    _check_options(one, path, is_hub_file=hub_file is not None)
+    is_file = hub_file is not None or (path is not None and not path.is_dir())
+    if options.more_paths and not is_file:
+        raise ConfigError(
+            f"{path_text}: more_paths is for files, this is a folder or a hub id; remove more_paths"
+        )
 
     if hub_file is not None:
         repository, name = hub_file.groups()
-        path = _download(options, repository, name)
+        path = _download(one, repository, name)
     if path is None:
-        rows = _read_with_datasets(options, options.path, None)
+        yield from _read_with_datasets(one, path_text, None)
     elif path.is_dir():
         with tempfile.TemporaryDirectory(prefix="pacs-data-") as cache:
-            rows = _read_with_datasets(options, str(path), cache)
+            yield from _read_with_datasets(one, str(path), cache)
     else:
-        rows = list(islice(_READERS[path.suffix](path), options.limit))
-    if not rows:
-        raise DataError(f"{options.path}: is empty or has no rows; expected at least one problem")
-    return rows
+        yield from _READERS[path.suffix](path)
 
 
 def _check_options(options: DatasetOptions, path: Path | None, *, is_hub_file: bool) -> None:
@@ -96,20 +192,18 @@ def _check_options(options: DatasetOptions, path: Path | None, *, is_hub_file: b
             raise ConfigError(f"{options.path}: {name}={value} is not used by {kind}; remove it")
 
 
-def find_source(options: DatasetOptions) -> Path | None:
-    """The local file or folder of a data set; None for the hub.
+def find_source(text: str) -> Path | None:
+    """The local file or folder of a path of a data set; None for the hub.
 
     Raises DataError for anything else.
     """
-    path = local_path(options.path)
-    if _HUB_FILE.fullmatch(options.path):
+    path = local_path(text)
+    if _HUB_FILE.fullmatch(text):
         return None
     if path.suffix not in _READERS and not path.exists():
-        if HUB_ID.fullmatch(options.path):
+        if HUB_ID.fullmatch(text):
             return None
-        raise DataError(
-            f"{options.path}: no such file or folder, and not a hub id; expected {_FORMATS}"
-        )
+        raise DataError(f"{text}: no such file or folder, and not a hub id; expected {_FORMATS}")
     if not path.exists():
         raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
     if not path.is_dir() and path.suffix not in _READERS:
@@ -190,10 +284,10 @@ _READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parque
 
 
 def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -> list[DataRow]:
-    """The rows of a hub id, or of a folder.
+    """The rows of a hub id, or of a folder: up to the limit, where `where` is empty.
 
     Args:
-        options: Subset, split, revision and limit.
+        options: Subset, split, revision, where and limit.
         path: Hub id or folder.
         cache: Folder for the copies of a local folder's files; None uses the user's cache.
     """
@@ -220,7 +314,8 @@ def _read_with_datasets(options: DatasetOptions, path: str, cache: str | None) -
         ) from error
 
     rows = []
-    for index, values in enumerate(islice(table, options.limit)):
+    limit = None if options.where else options.limit
+    for index, values in enumerate(islice(table, limit)):
         where = f"{options.path} {options.split} (row {index})"
         rows.append(DataRow(index=index, where=where, values=values))
     return rows

@@ -129,11 +129,13 @@ def _fetch_data(dataset: DatasetOptions) -> str:
     from pacs_megatron.data.sources import read_rows
 
     try:
-        count = len(read_rows(dataset))
+        rows = read_rows(dataset)
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"data {dataset.path}: the download was interrupted ({type(error).__name__}: "
             f"{reason}); run it again"
         ) from None
-    return f"data {dataset.path} ({dataset.split}): {count} rows"
+    filtered = f", {rows.num_filtered} outside `where`" if dataset.where else ""
+    paths = ", ".join(dataset.paths)
+    return f"data {paths} ({dataset.split}): {len(rows.used)} rows{filtered}"

@@ -181,7 +181,8 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     if isinstance(config.objective, PpoOptions) and config.objective.critic.path is not None:
         _check_model_path(loaded, "objective.critic.path", config.objective.critic.path)
     for dataset in (config.data.train, *config.evaluation.benchmarks):
-        find_source(dataset)
+        for path in dataset.paths:
+            find_source(path)
     for reward in _rewards(loaded):
         if isinstance(reward, CustomReward):
             find_file(reward.function)

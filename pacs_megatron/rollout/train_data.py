@@ -42,6 +42,13 @@ class TrainData:
         self._demonstrations: dict[str, np.ndarray] = {}
 
         loaded = load_prompts(config.data.train, config.data, tokenizer)
+        if loaded.num_filtered:
+            logger.info(
+                "%s: %d rows used, %d outside data.train.where",
+                loaded.name,
+                loaded.num_rows,
+                loaded.num_filtered,
+            )
         if loaded.num_too_long:
             logger.info(
                 "%s: %d of %d prompts dropped: more than data.max_prompt_tokens=%s tokens",

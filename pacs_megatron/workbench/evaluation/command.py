@@ -39,7 +39,13 @@ from pacs_megatron.runtime.files import (
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, run_folder
 from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, check_not_locked
-from pacs_megatron.workbench.evaluation.results import harness_json, results_json, summarize, table
+from pacs_megatron.workbench.evaluation.results import (
+    harness_json,
+    results_json,
+    row_counts,
+    summarize,
+    table,
+)
 from pacs_megatron.workbench.evaluation.sample_file import SampleFile
 from pacs_megatron.workbench.evaluation.samplers import EmbeddedSampler, ServerSampler, push_folder
 
@@ -249,6 +255,7 @@ class _Evaluation:
             "samples": samples.path.name,
             "sampling": produced_by["sampling"],
             "reward": judged_by,
+            "rows": row_counts(options, prompt_sets),
         }
         outputs = [
             (target / HARNESS_NAME, harness_json(results, facts)),

@@ -69,7 +69,8 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     datasets = (config.data.train, *config.evaluation.benchmarks)
     # A missing file is an error before transformers loads.
     for dataset in datasets:
-        find_source(dataset)
+        for path in dataset.paths:
+            find_source(path)
 
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     texts = []
@@ -96,9 +97,12 @@ def render(
     lengths = np.array([len(prompt.token_ids) for prompt in prompt_set.prompts])
     median = int(np.percentile(lengths, 50))
     percentile_95 = int(np.percentile(lengths, 95))
+    filtered = ""
+    if prompt_set.num_filtered:
+        filtered = f"; {prompt_set.num_filtered} more are outside `where`"
     lines = [
         f"{prompt_set.name} ({path}): {prompt_set.num_rows} rows, {len(lengths)} kept, "
-        f"{prompt_set.num_too_long} too long",
+        f"{prompt_set.num_too_long} too long{filtered}",
         f"  prompt tokens: min {lengths.min()}, mean {lengths.mean():.1f}, median {median}, 95 % "
         f"{percentile_95}, max {lengths.max()}",
     ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pacs_megatron.config.layout import draws_of
 from pacs_megatron.config.schema import EvaluationOptions
 from pacs_megatron.contracts import SampleRequest
-from pacs_megatron.data import PromptSet
+from pacs_megatron.data import PromptSet, problem_id_of
 from pacs_megatron.rollout.passk import ProblemCounts, aggregate, benchmark_metrics, pass_at_k
 from pacs_megatron.workbench.evaluation.sample_file import Outcome
 from pacs_megatron.workbench.statistics import Interval, bootstrap_mean, majority_at_k
@@ -46,12 +46,14 @@ def summarize(
     """
     outcomes_of_problems: dict[str, list[Outcome]] = defaultdict(list)
     for request in requests:
-        outcomes_of_problems[request.prompt_id].append(outcomes[request.id])
+        outcomes_of_problems[problem_id_of(request.prompt_id)].append(outcomes[request.id])
 
     results = []
     for benchmark, prompt_set in zip(options.benchmarks, benchmarks, strict=True):
         _, ks = draws_of(options, benchmark)
-        groups = [outcomes_of_problems[prompt.id] for prompt in prompt_set.prompts]
+        # The orders of a problem's choices count as one problem.
+        ids = dict.fromkeys(problem_id_of(prompt.id) for prompt in prompt_set.prompts)
+        groups = [outcomes_of_problems[problem_id] for problem_id in ids]
         problems = tuple(_counts(group) for group in groups)
         metrics = _intervals(prompt_set.name, problems, ks, groups)
         metrics |= benchmark_metrics(prompt_set.name, problems, ks)
@@ -59,10 +61,32 @@ def summarize(
     return results
 
 
+def row_counts(
+    options: EvaluationOptions, benchmarks: Sequence[PromptSet]
+) -> dict[str, dict[str, Any]]:
+    """Of each benchmark: the rows that were read, `where` and the rows outside it, the prompts that
+    were too long, and the prompts that were used.
+    """
+    counts = {}
+    for benchmark, prompt_set in zip(options.benchmarks, benchmarks, strict=True):
+        where = {
+            column: condition.model_dump(exclude_none=True)
+            for column, condition in benchmark.where.items()
+        }
+        counts[prompt_set.name] = {
+            "read": prompt_set.num_rows + prompt_set.num_filtered,
+            "where": where,
+            "outside_where": prompt_set.num_filtered,
+            "too_long": prompt_set.num_too_long,
+            "used": len(prompt_set.prompts),
+        }
+    return counts
+
+
 def _counts(group: Sequence[Outcome]) -> ProblemCounts:
     """The counts of one problem's samples."""
     return ProblemCounts(
-        problem_id=group[0].prompt_id,
+        problem_id=problem_id_of(group[0].prompt_id),
         num_samples=sum(outcome.label is not None for outcome in group),
         num_correct=sum(outcome.label == 1 for outcome in group),
         num_unjudged=sum(outcome.label is None for outcome in group),

@@ -200,7 +200,8 @@ class SampleFile(Closing):
             if prompt is None:
                 raise ConfigError(
                     f"{self.path} has samples of {record['prompt_id']}, which "
-                    f"evaluation.benchmarks lacks; add {record['source']}, or raise its `limit`"
+                    f"evaluation.benchmarks lacks; add {record['source']}, or correct its `limit` "
+                    "and `where`"
                 )
             judge.submit(_without_tokens(record), prompt, verdicts.put, record["response"])
         return {sample.id: sample for sample in received(verdicts, len(records))}

@@ -122,6 +122,11 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
             "unknown key `optimizer.lrr`; did you mean `optimizer.lr`? (override)",
         ),
         (
+            ["data.train.where={day: {mni: 1}}"],
+            "unknown key `data.train.where.day.mni`; did you mean `data.train.where.day.min`? "
+            "(override)",
+        ),
+        (
             ["optimizer.clip_grad=1"],
             "unknown key `optimizer.clip_grad`; it is now called `objective.clip_grad`",
         ),

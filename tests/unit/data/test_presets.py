@@ -3,6 +3,7 @@ import math
 import os
 import pickle
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,7 @@ ANSWERS = {
 
 def problems(samples, preset):
     options = DatasetOptions(path=str(samples / SAMPLE_FILES[preset]), preset=preset)
-    return [problem_of(row, columns_of(options)) for row in read_rows(options)]
+    return [problem_of(row, columns_of(options)) for row in read_rows(options).used]
 
 
 def own(values, **columns):
@@ -76,6 +77,28 @@ def test_a_choice_is_at_its_letter_and_a_program_has_its_starter(samples):
     assert "```python\nclass Solution" in problems(samples, "livecodebench")[1].problem
 
 
+def test_the_orders_of_choices_are_draws_of_their_own(samples):
+    """Over many questions, each letter is right equally often in each order."""
+    options = DatasetOptions(path=str(samples / SAMPLE_FILES["gpqa"]), preset="gpqa")
+    [row, _] = read_rows(options).used
+    letters = []
+    for number in range(300):
+        values = {**row.values, "Question": f"{row.values['Question']} {number}"}
+        orders = []
+        for order in range(4):
+            problem = problem_of(
+                replace(row, values=values, choice_order=order), columns_of(options)
+            )
+            assert f"\n{problem.answer}. Mercury\n" in problem.problem
+            orders.append(problem.answer)
+        letters.append(orders)
+    for order in range(4):
+        counts = [sum(found[order] == letter for found in letters) for letter in "ABCD"]
+        assert min(counts) > 50
+    pairs = {tuple(found[:2]) for found in letters}
+    assert len(pairs) == 16  # independent of each other
+
+
 @pytest.mark.parametrize(
     "private",
     [
@@ -94,7 +117,7 @@ def test_a_choice_is_at_its_letter_and_a_program_has_its_starter(samples):
 def test_private_tests_of_another_form_are_rejected_and_no_code_of_them_runs(samples, private):
     row = read_rows(
         DatasetOptions(path=str(samples / "livecodebench.jsonl"), preset="livecodebench")
-    )[0]
+    ).used[0]
     row = DataRow(index=0, where="x.jsonl:1", values={**row.values, "private_test_cases": private})
     with pytest.raises(
         DataError, match=r"x.jsonl:1: the test cases are not in LiveCodeBench's schema"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import AddedToken
 
-from pacs_megatron.config.schema import DatasetOptions
+from pacs_megatron.config.schema import BenchmarkOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.data import load_prompts, prompts
+from pacs_megatron.data import load_prompts, problem_id_of, prompts
 from pacs_megatron.data.tokenizer import load_tokenizer
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.processes import run_limited
@@ -93,6 +93,29 @@ def test_too_long_prompts_are_dropped_and_counted_and_ids_stay(dataset, data_opt
         "deepscaler/4",
     ]
     assert (found.num_rows, found.num_too_long) == (5, 2)
+
+
+def test_rows_outside_where_are_counted_and_ids_stay(dataset, data_options, tokenizer):
+    only = dataset(["a", "b", "c"], where={"problem": {"one_of": ["a", "c"]}})
+    found = load_prompts(only, data_options(), tokenizer)
+    assert [prompt.id for prompt in found.prompts] == ["deepscaler/0", "deepscaler/2"]
+    assert (found.num_rows, found.num_too_long, found.num_filtered) == (2, 0, 1)
+
+
+def test_each_order_of_choices_is_a_prompt_of_its_problem(tmp_path, data_options, tokenizer):
+    row = {"Question": "Which?", "Correct Answer": "right", "Incorrect Answer 1": "x"}
+    row |= {"Incorrect Answer 2": "y", "Incorrect Answer 3": "z"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    benchmark = BenchmarkOptions(path=str(tmp_path / "rows.jsonl"), preset="gpqa", choice_orders=8)
+    found = load_prompts(benchmark, data_options(), tokenizer)
+    ids = [prompt.id for prompt in found.prompts]
+    assert ids == ["gpqa/0", *(f"gpqa/0~{order}" for order in range(1, 8))]
+    assert {problem_id_of(prompt_id) for prompt_id in ids} == {"gpqa/0"}
+    assert len({prompt.text for prompt in found.prompts}) > 4
+    for prompt in found.prompts:
+        assert f"\n{prompt.answer}. right\n" in prompt.problem
+    with pytest.raises(ValidationError, match="choice_orders=2 is for preset: gpqa"):
+        BenchmarkOptions(path="x.json", preset="amc23", choice_orders=2)
 
 
 def test_the_limit_is_inclusive(dataset, data_options, tokenizer):

@@ -1,3 +1,4 @@
+import datetime
 import functools
 import json
 import os
@@ -20,7 +21,7 @@ ROWS = [{"problem": f"p{n}\u2028", "answer": n if n % 2 else float(n) / 2} for n
 
 
 def read(path, **changes):
-    return read_rows(DatasetOptions(path=str(path), preset="deepscaler", **changes))
+    return read_rows(DatasetOptions(path=str(path), preset="deepscaler", **changes)).used
 
 
 def write(folder, kind, rows=ROWS):
@@ -54,7 +55,7 @@ def test_local_reading_leaves_no_cache(tmp_path):
         "import sys\nfrom pacs_megatron.config.schema import DatasetOptions\n"
         "from pacs_megatron.data.sources import read_rows\n"
         "for path in sys.argv[1:]:\n    print(len(read_rows(DatasetOptions(path=path, "
-        "preset='deepscaler'))))\n"
+        "preset='deepscaler')).used))\n"
     )
     home = tmp_path / "home"
     home.mkdir()
@@ -223,3 +224,123 @@ def test_unreachable_hub_id_ends_in_one_line():
 def test_options_that_a_file_does_not_use_are_rejected(tmp_path, changes):
     with pytest.raises(ConfigError, match=f"{next(iter(changes))}=.* is not used by a file"):
         read(write(tmp_path, "json"), **changes)
+
+
+# ------------------------------------------------------------------------------- where, more_paths
+DATED = [
+    {"problem": f"p{n}", "answer": "1", "day": day, "level": level, "rank": n}
+    for n, (day, level) in enumerate(
+        [
+            ("2024-06-30T23:59:59", "hard"),
+            ("2024-07-01T00:00:00", "easy"),
+            ("2024-09-15", "hard"),
+            ("2025-01-01T12:00:00", "hard"),
+            ("2025-01-02T00:00:00", "easy"),
+        ]
+    )
+]
+
+
+def filtered(path, where, **changes):
+    return read_rows(DatasetOptions(path=str(path), preset="deepscaler", where=where, **changes))
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    [
+        ({"day": {"min": "2024-07-01", "max": "2025-01-01"}}, [1, 2, 3]),
+        ({"day": {"min": "2024-09-15"}}, [2, 3, 4]),
+        ({"day": {"max": "2024-06-30"}}, [0]),
+        ({"rank": {"min": 1, "max": 3.5}}, [1, 2, 3]),
+        ({"level": {"one_of": ["easy"]}}, [1, 4]),
+        ({"rank": {"one_of": [True, 4]}}, [4]),  # True is not 1
+        ({"level": {"one_of": ["hard"]}, "day": {"min": "2024-07-01"}}, [2, 3]),
+    ],
+)
+def test_where_keeps_rows_by_their_columns(tmp_path, kind, where, wanted):
+    found = filtered(write(tmp_path, kind, DATED), where)
+    assert [row.index for row in found.used] == wanted
+    assert found.num_filtered == len(DATED) - len(wanted)
+
+
+def test_dates_of_parquet_compare_as_days(tmp_path):
+    rows = [{**row, "day": datetime.datetime.fromisoformat(row["day"])} for row in DATED]
+    found = filtered(
+        write(tmp_path, "parquet", rows), {"day": {"min": "2024-07-01", "max": "2025-01-01"}}
+    )
+    assert [row.index for row in found.used] == [1, 2, 3]
+
+
+def test_a_limit_counts_the_rows_that_match(tmp_path):
+    found = filtered(write(tmp_path, "jsonl", DATED), {"level": {"one_of": ["hard"]}}, limit=2)
+    assert [row.index for row in found.used] == [0, 2] and found.num_filtered == 1
+
+
+def test_where_in_a_folder(tmp_path):
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set", "jsonl", DATED)
+    found = filtered(tmp_path / "set", {"level": {"one_of": ["easy"]}}, limit=1)
+    assert [row.values["problem"] for row in found.used] == ["p1"]
+
+
+def test_more_paths_are_read_as_one_data_set(tmp_path):
+    """The index counts the rows of all files, so that ids are unique."""
+    first = write(tmp_path, "jsonl", DATED)
+    second = write(tmp_path, "json", DATED[2:])
+    more = {"more_paths": (str(second),)}
+    found = filtered(first, {}, **more)
+    assert [row.index for row in found.used] == list(range(8))
+    assert [row.values["problem"] for row in found.used[5:]] == ["p2", "p3", "p4"]
+    found = filtered(first, {"level": {"one_of": ["easy"]}}, **more)
+    assert [row.index for row in found.used] == [1, 4, 7]
+    assert f"{second} (row 2)" in found.used[2].where
+    assert len(filtered(first, {}, limit=6, **more).used) == 6
+    # A file that the limit does not reach is not read.
+    (tmp_path / "damaged.jsonl").write_text("{")
+    assert (
+        len(filtered(first, {}, limit=5, more_paths=(str(tmp_path / "damaged.jsonl"),)).used) == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "complaint"),
+    [
+        (
+            {"date": {"min": "2024-07-01"}},
+            "no column 'date' of `where`, it has 'problem', 'answer'",
+        ),
+        ({"level": {"min": "2024-07-01"}}, "column 'level' is 'hard' .* a date or time"),
+        ({"rank": {"min": "2024-07-01"}}, "column 'rank' is 0 .* a date or time"),
+        ({"day": {"max": 3}}, "column 'day' is .* expected a number"),
+        ({"rank": {"min": 17}}, r"none of 5 rows matches `where` \(rank\)"),
+    ],
+)
+def test_where_that_does_not_fit_the_data(tmp_path, where, complaint):
+    with pytest.raises(DataError, match=complaint):
+        filtered(write(tmp_path, "jsonl", DATED), where)
+
+
+def test_more_paths_of_a_folder_are_an_error(tmp_path):
+    (tmp_path / "set").mkdir()
+    file = write(tmp_path, "jsonl", DATED)
+    with pytest.raises(ConfigError, match="more_paths is for files"):
+        filtered(tmp_path / "set", {}, more_paths=(str(file),))
+
+
+@pytest.mark.parametrize(
+    ("condition", "complaint"),
+    [
+        ({}, "expected `min`, `max` or both, or `one_of` alone"),
+        ({"min": 1, "one_of": [1]}, "or `one_of` alone"),
+        ({"min": "July"}, "expected a number or a day, such as 2024-07-01, got 'July'"),
+        ({"max": "2024-02-30"}, "expected a number or a day"),
+        ({"min": 1, "max": "2024-07-01"}, "are a number and a day"),
+        ({"min": "2025-01-01", "max": "2024-07-01"}, "is above max"),
+        ({"min": 2, "max": 1}, "min=2 is above max=1"),
+        ({"one_of": []}, "at least 1 item"),
+    ],
+)
+def test_a_condition_that_means_nothing(condition, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        DatasetOptions(path="x.json", preset="deepscaler", where={"day": condition})

@@ -96,6 +96,26 @@ def test_counts_estimates_and_files(config, tmp_path, tiny_qwen3, capsys):
     assert "results.json" in printed
 
 
+def test_rows_outside_where_are_counted_and_ids_stay(config, tmp_path):
+    change = "evaluation.benchmarks.0.where={a: {one_of: ['0', '4']}}"
+    assert main(["eval", str(config), change, "--out", str(tmp_path / "out")]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["rows"] == {
+        "first": {
+            "read": 3,
+            "where": {"a": {"one_of": ["0", "4"]}},
+            "outside_where": 1,
+            "too_long": 0,
+            "used": 2,
+        },
+        "second": {"read": 2, "where": {}, "outside_where": 0, "too_long": 0, "used": 2},
+    }
+    assert [problem["problem_id"] for problem in results["problems"]["first"]] == [
+        "first/0",
+        "first/2",
+    ]
+
+
 @pytest.mark.full  # the resumed evaluation below compares samples too
 def test_the_same_command_gives_the_same_samples_and_another_model_others(
     config, tmp_path, tiny_qwen3_tied
