@@ -437,9 +437,9 @@ def _add_paper(verbs: _SubParsers) -> None:
     )
     parser.add_argument(
         "--scale",
-        choices=("paper", "laptop"),
+        choices=("paper", "v1", "laptop"),
         default="paper",
-        help="laptop: two cores",
+        help="paper: version 2; v1: version 1; laptop: two cores",
     )
     parser.add_argument(
         "--dir",

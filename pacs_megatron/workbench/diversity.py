@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.errors import ConfigError, DataError, shown
-from pacs_megatron.observability.page import page, safe_text
+from pacs_megatron.observability.page import NUM_COLOURS, page, safe_text
 from pacs_megatron.runtime.files import check_distinct, has_fields, is_file, write_outputs
 from pacs_megatron.runtime.json_reader import parse_json, read_object, read_text
 from pacs_megatron.runtime.waiting import report_wait
@@ -107,7 +107,7 @@ def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
     for question, embeddings in vectors.items():
         if not len(embeddings):
             continue
-        directions = _directions(embeddings)
+        directions = unit_rows(embeddings)
         pairs = np.triu_indices(len(directions), k=1)
         distances = 1.0 - (directions @ directions.T)[pairs]
         # Equal vectors have a cosine of 1 + rounding.
@@ -115,8 +115,8 @@ def question_scores(vectors: Mapping[str, np.ndarray]) -> dict[str, float]:
     return scores
 
 
-def _directions(vectors: np.ndarray) -> np.ndarray:
-    """The rows, divided by their norms."""
+def unit_rows(vectors: np.ndarray) -> np.ndarray:
+    """The rows of float [rows, dimension], divided by their norms."""
     directions: np.ndarray = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return directions
 
@@ -426,7 +426,7 @@ def _pictures(points: Mapping[str, np.ndarray]) -> str:
 
     figures = []
     for number, (name, xy) in enumerate(plane.items()):
-        cells = _cells(_density((xy - low) / span), colour=f"f{number % 8}")
+        cells = _cells(_density((xy - low) / span), colour=f"dot s{number % NUM_COLOURS}")
         figures.append(
             f"<figure><figcaption><span>{safe_text(name)} <small>PCA, {len(xy)} correct "
             "responses</small></span></figcaption>"
@@ -448,7 +448,7 @@ def _in_one_plane(points: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     Returns:
         Name -> float [vectors, 2].
     """
-    directions = {name: _directions(vectors) for name, vectors in points.items()}
+    directions = {name: unit_rows(vectors) for name, vectors in points.items()}
     together = np.concatenate(list(directions.values()))
     centre = together.mean(axis=0)
     _, _, components = np.linalg.svd(together - centre, full_matrices=False)

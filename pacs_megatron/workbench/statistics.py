@@ -55,17 +55,58 @@ def bootstrap_seeds(scores: np.ndarray, seed: int = 0) -> Interval | None:
     rng = np.random.default_rng(seed)
     num_seeds, num_problems = scores.shape
 
-    # How often each seed and each problem is drawn, [RESAMPLES, seeds] and [RESAMPLES, problems].
-    seed_draws = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=RESAMPLES)
-    problem_draws = rng.multinomial(
-        num_problems, np.full(num_problems, 1 / num_problems), size=RESAMPLES
-    )
+    seed_draws = _draw_counts(num_seeds, rng)
+    problem_draws = _draw_counts(num_problems, rng)
     counts = ((seed_draws @ is_known) * problem_draws).sum(axis=1)
     sums = ((seed_draws @ np.where(is_known, scores, 0.0)) * problem_draws).sum(axis=1)
 
     # A draw may contain only pairs without a score.
     means = sums[counts > 0] / counts[counts > 0]
     return Interval(float(scores[is_known].mean()), *_percentiles(means))
+
+
+def bootstrap_average(
+    parts: Sequence[np.ndarray], minus: Sequence[np.ndarray] | None = None, seed: int = 0
+) -> Interval | None:
+    """The mean over benchmarks of the mean over seeds and problems, or the difference of two.
+
+    The bootstrap draws the seeds of each side once for all benchmarks, and the problems of each
+    benchmark; both sides have the same problems.
+
+    Args:
+        parts: of each benchmark, float [seeds, problems]; NaN where there is no score.
+        minus: the other side, of the same benchmarks.
+        seed: of the bootstrap.
+
+    Returns:
+        None if a benchmark has no score.
+    """
+    rng = np.random.default_rng(seed)
+    sides = [parts] if minus is None else [parts, minus]
+    seed_draws = [_draw_counts(side[0].shape[0], rng) for side in sides]
+    total = 0.0
+    draws = np.zeros(RESAMPLES)
+    for number, first in enumerate(parts):
+        problem_draws = _draw_counts(first.shape[1], rng)
+        for side, seeds, sign in zip(sides, seed_draws, (1.0, -1.0), strict=False):
+            scores = side[number]
+            is_known = ~np.isnan(scores)
+            if not is_known.any():
+                return None
+            total += sign * float(scores[is_known].mean())
+            counts = ((seeds @ is_known) * problem_draws).sum(axis=1)
+            sums = ((seeds @ np.where(is_known, scores, 0.0)) * problem_draws).sum(axis=1)
+            # A draw may contain only pairs without a score; the percentiles leave it out.
+            means = np.divide(sums, counts, out=np.full(RESAMPLES, np.nan), where=counts > 0)
+            draws += sign * means
+    whole_draws = draws[~np.isnan(draws)] / len(parts)
+    return Interval(total / len(parts), *_percentiles(whole_draws))
+
+
+def _draw_counts(size: int, rng: np.random.Generator) -> np.ndarray:
+    """How often each of `size` items is drawn: int [RESAMPLES, size]."""
+    counts: np.ndarray = rng.multinomial(size, np.full(size, 1 / size), size=RESAMPLES)
+    return counts
 
 
 def majority_at_k(

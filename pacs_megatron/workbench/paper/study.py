@@ -108,6 +108,8 @@ class Study:
                 for row in rows.values():
                     is_complete = len(row) in (1, len(self.spec["k"]))
                     assert is_complete and sum(row) > 0, f"published: {row}"
+        for averages in self.spec.get("published_averages", {}).values():
+            assert sum(averages.values()) > 0, f"published_averages: {averages}"
 
     def artefacts(self, names: Sequence[str]) -> dict[str, Any]:
         """Name -> its entry. Raises ConfigError for an unknown name."""
@@ -383,8 +385,15 @@ def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str
     """
     from pacs_megatron.workbench.compare.compare import compare
     from pacs_megatron.workbench.compare.page import compare_html
-    from pacs_megatron.workbench.diversity import diversity_page, load_vectors
-    from pacs_megatron.workbench.paper.tables import Cell, diversity_cells, pass_cells, table_text
+    from pacs_megatron.workbench.diversity import load_vectors
+    from pacs_megatron.workbench.paper.exploration import exploration_page
+    from pacs_megatron.workbench.paper.tables import (
+        Cell,
+        average_cells,
+        diversity_cells,
+        pass_cells,
+        table_text,
+    )
 
     spec = study.spec
     kind = entry.get("kind")
@@ -400,7 +409,9 @@ def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str
             embedder, vectors = load_vectors([run / VECTORS for run in all_runs])
             unit = f"mean cosine distance of correct responses; embedder: {embedder}"
             if kind == "exploration":
-                _, page = diversity_page(embedder, vectors)
+                overlaid = {method: runs[method] for method in entry["overlay"]}
+                title = f"Exploration: {', '.join(overlaid)} on {model}"
+                page = exploration_page(title, embedder, overlaid, vectors)
                 pages[study.base / f"{name}-{model}-pca.html"] = page
             published = spec.get("published_diversity", {}).get(model, {})
             for benchmark in spec["diversity"]:
@@ -412,12 +423,21 @@ def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str
             for method, method_runs in runs.items():
                 folders[method] = [run / evaluation for run in method_runs]
             ks = entry.get("k", spec["k"])
-            published = _published(spec, model, benchmark)
+            published = _published(spec, model, benchmark, ks)
             cells += pass_cells((model, benchmark), ks, folders, published)
+        if entry.get("average"):
+            evaluations = {}
+            for method, method_runs in runs.items():
+                evaluations[method] = {
+                    name: [run / study.evaluation_of[name] for run in method_runs]
+                    for name in entry["benchmarks"]
+                }
+            published = spec.get("published_averages", {}).get(model, {})
+            cells += average_cells(model, evaluations, published)
 
     beside = "nothing published for this model and task"
     if "published" in spec:
-        beside = "published"
+        beside = f"published ({spec['published_from']})"
     text = (
         f"{name}: {unit}. Ours [95 % bootstrap over seeds and problems] / {beside}\n\n"
         f"{table_text(cells)}"
@@ -431,10 +451,16 @@ def _artefact(study: Study, name: str, entry: Mapping[str, Any]) -> Iterator[str
         yield str(path)
 
 
-def _published(spec: Mapping[str, Any], model: str, benchmark: str) -> dict[str, dict[int, float]]:
-    """Method -> k -> published pass@k in per cent."""
+def _published(
+    spec: Mapping[str, Any], model: str, benchmark: str, ks: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Method -> k -> published pass@k in per cent.
+
+    A row has one number for each k of the study, or of the artefact where it has as many; or pass@1
+    alone.
+    """
+    row_ks = ks if len(ks) == len(spec["k"]) else spec["k"]
     numbers = {}
     for method, benchmarks in spec.get("published", {}).get(model, {}).items():
-        # A row has one number for each k, or pass@1 alone.
-        numbers[method] = dict(zip(spec["k"], benchmarks.get(benchmark, ()), strict=False))
+        numbers[method] = dict(zip(row_ks, benchmarks.get(benchmark, ()), strict=False))
     return numbers

@@ -13,10 +13,12 @@ from pacs_megatron.rollout.passk import pass_at_k
 from pacs_megatron.runtime.json_reader import parsing, read_object
 from pacs_megatron.workbench.diversity import Vectors, question_scores
 from pacs_megatron.workbench.evaluation.results import aligned
-from pacs_megatron.workbench.statistics import Interval, bootstrap_seeds
+from pacs_megatron.workbench.statistics import Interval, bootstrap_average, bootstrap_seeds
 
 Folders = Mapping[str, Sequence[Path]]
 """Method -> folders, one per seed"""
+OVER_BASE = "over base"
+"""Column of the differences to the untrained model"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,11 @@ class Cell:
 
     def text(self) -> str:
         """`88.12 [86.01, 90.20] / 88.69`"""
-        digits = ".2f" if self.metric.startswith("pass@") else ".4f"
+        digits = ".4f"
+        if self.metric == OVER_BASE:
+            digits = "+.2f"
+        elif self.metric.startswith("pass@"):
+            digits = ".2f"
         text = "-"
         if self.ours is not None:
             text = "{:{d}} [{:{d}}, {:{d}}]".format(*self.ours, d=digits)
@@ -58,15 +64,7 @@ def pass_cells(
         DataError: evaluations of one method have different numbers of problems.
     """
     for method, folders in evaluations.items():
-        passes = [_passes(folder / "results.json", place[1], ks) for folder in folders]
-        if len({array.shape for array in passes}) > 1:
-            files = ", ".join(f"{folder}/results.json" for folder in folders)
-            raise DataError(
-                f"{files}: {place[1]} has other numbers of problems; remove the wrong files, run "
-                "it again"
-            )
-        scores_by_k = np.stack(passes, axis=1)
-        for k, scores in zip(ks, scores_by_k, strict=True):
+        for k, scores in zip(ks, _scores_by_k(folders, place[1], ks), strict=True):
             yield Cell(
                 place=place,
                 method=method,
@@ -75,6 +73,62 @@ def pass_cells(
                 ours=bootstrap_seeds(scores),
                 published=published.get(method, {}).get(k),
             )
+
+
+def average_cells(
+    model: str, evaluations: Mapping[str, Mapping[str, Sequence[Path]]], published: Any
+) -> Iterator[Cell]:
+    """pass@1 as the mean over benchmarks, and its difference to the untrained model's.
+
+    Args:
+        model: of the study.
+        evaluations: method -> benchmark -> the evaluation folders, one per seed. `base` is the
+            untrained model.
+        published: method -> per cent.
+
+    Raises:
+        DataError: same as `pass_cells`, or the problems of a method are not those of `base`.
+    """
+    scores = {}
+    for method, benchmarks in evaluations.items():
+        scores[method] = [
+            _scores_by_k(folders, name, [1])[0] for name, folders in benchmarks.items()
+        ]
+        for name, mine, bases in zip(benchmarks, scores[method], scores["base"], strict=True):
+            if mine.shape[1] != bases.shape[1]:
+                raise DataError(
+                    f"{method} has {mine.shape[1]} problems of {name}, base has {bases.shape[1]}; "
+                    "evaluate one of them again"
+                )
+
+    num_benchmarks = len(scores["base"])
+    place = (model, f"average of {num_benchmarks} benchmarks")
+    for method, parts in scores.items():
+        seeds = len(parts[0])
+        value = published.get(method)
+        yield Cell(place, method, "pass@1", seeds, bootstrap_average(parts), value)
+        ours = None
+        difference = None
+        if method != "base":
+            ours = bootstrap_average(parts, scores["base"])
+            if value is not None:
+                difference = round(value - published["base"], 2)
+        yield Cell(place, method, OVER_BASE, seeds, ours, difference)
+
+
+def _scores_by_k(folders: Sequence[Path], benchmark: str, ks: Sequence[int]) -> np.ndarray:
+    """pass@k in per cent, float [ks, seeds, problems].
+
+    Raises DataError for other numbers of problems, or a damaged file.
+    """
+    passes = [_passes(folder / "results.json", benchmark, ks) for folder in folders]
+    if len({array.shape for array in passes}) > 1:
+        files = ", ".join(f"{folder}/results.json" for folder in folders)
+        raise DataError(
+            f"{files}: {benchmark} has other numbers of problems; remove the wrong files, run it "
+            "again"
+        )
+    return np.stack(passes, axis=1)
 
 
 def _passes(file: Path, benchmark: str, ks: Sequence[int]) -> np.ndarray:

@@ -52,6 +52,12 @@ _QWEN25_7B: Mapping[str, Any] = {
     "vocab_size": 152064,
     "max_position_embeddings": 131072,
 }
+_QWEN25_3B: Mapping[str, Any] = {
+    **_qwen(2048, 36, 16, 11008, tied=True),
+    "model_type": "qwen2",
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+}
 
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
@@ -61,6 +67,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tied=False),
     "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tied=False),
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen2.5-3B": _QWEN25_3B,
     "Qwen/Qwen2.5-7B": _QWEN25_7B,
 }
 QUICKSTART_MODEL: Mapping[str, Any] = {

@@ -10,6 +10,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import draws_of, ranks_to_start
+from pacs_megatron.config.schema import RowCondition
 from pacs_megatron.launch.submit import _axis
 
 PAPER = Path(__file__).resolve().parents[3] / "configs" / "paper"
@@ -117,7 +118,82 @@ def test_the_benchmarks_out_of_domain() -> None:
         and "letter" in gpqa.data.prompt_suffix
     )
     code = load_config(PAPER / "eval-livecodebench.yaml").config
-    assert [(b.preset, len(b.revision or "")) for b in code.evaluation.benchmarks] == [
-        ("livecodebench", 40)
+    [benchmark] = code.evaluation.benchmarks
+    assert (benchmark.preset, len(benchmark.revision or "")) == ("livecodebench", 40)
+    # The window of the paper, 2024-07-01 to 2025-01-01, in the files that contain it.
+    assert benchmark.where == {"contest_date": RowCondition(min="2024-07-01", max="2025-01-01")}
+    assert [path.rpartition("/")[2] for path in benchmark.paths] == [
+        "test3.jsonl",
+        "test4.jsonl",
+        "test5.jsonl",
     ]
     assert code.reward is not None and code.reward.name == "code"
+
+
+def test_the_toolkits_settings_are_selectable() -> None:
+    """zai-org/glm-simple-evals db7fdc8: evaluate.py (repeats), evals/ (limits, letters)."""
+    gpqa = load_config(PAPER / "eval-gpqa-toolkit.yaml").config
+    [benchmark] = gpqa.evaluation.benchmarks
+    assert (benchmark.choice_orders, draws_of(gpqa.evaluation, benchmark)) == (8, (1, (1,)))
+    assert gpqa.reward is not None and gpqa.reward.name == "custom"
+    assert gpqa.reward.function.endswith("toolkit:gpqa_letter")
+    code = load_config(PAPER / "eval-livecodebench-toolkit.yaml").config
+    [benchmark] = code.evaluation.benchmarks
+    assert draws_of(code.evaluation, benchmark) == (2, (1,)) and "contest_date" in benchmark.where
+    assert code.reward is not None and code.reward.name == "code"
+    assert (code.reward.timeout_s, code.reward.test_timeout_s) == (30, 30)
+
+
+@pytest.mark.parametrize("size", ["4b", "8b"])
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_both_means_of_the_baselines_are_presets(method: str, size: str) -> None:
+    """Appendix B of the paper: 1/|o| sum over tokens, then the mean over responses."""
+    objective = load_config(PAPER / f"{method}-qwen3-{size}-appendix.yaml").config.objective
+    script = load_config(PAPER / f"{method}-qwen3-{size}.yaml").config.objective
+    changed = {"loss_mean": "sequence", "constant_length": None}
+    assert objective.model_dump() == script.model_dump() | changed
+
+
+@pytest.mark.parametrize("size", ["3b", "7b"])
+@pytest.mark.parametrize("method", ["pacs", "grpo", "ppo"])
+def test_version_1_has_the_values_of_the_scripts(method: str, size: str) -> None:
+    """ritzz-ai/PACS bbe1dc6: scripts/pacs/pacs_beta_1.0.sh, scripts/baseline/, and
+    configs/ppo_trainer.yaml for what they leave at its default.
+    """
+    config = load_config(PAPER / "v1" / f"{method}-qwen2.5-{size}.yaml").config
+    assert (config.model.path, config.run.steps) == (f"Qwen/Qwen2.5-{size.upper()}", 300)
+    assert (config.resources.nodes, config.resources.gpus_per_node) == (8, 8)
+    assert (config.data.max_prompt_tokens, config.rollout.sampling.max_response_tokens) == (
+        512,
+        4096,
+    )
+    batch = config.batch
+    assert (batch.prompts_per_step, batch.samples_per_prompt, batch.updates_per_step) == (
+        1024,
+        8,
+        4,
+    )
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.adam_beta2) == (1e-6, 0.01, 0.999)
+    assert (config.rollout.sampling.temperature, config.checkpoint.every) == (1.0, 20)
+    assert config.data.system_prompt is None
+    assert not layout_problems(config, ranks_to_start(config))
+
+    evaluation = config.evaluation
+    assert evaluation.sampling is not None and evaluation.sampling.temperature == 0.0
+    assert evaluation.sampling.max_response_tokens == 4096
+    assert (evaluation.samples_per_prompt, evaluation.k) == (1, (1,))
+    assert evaluation.every == (None if method == "ppo" else 5)  # trainer.test_freq
+    assert [benchmark.path for benchmark in evaluation.benchmarks] == [
+        "openai/gsm8k",
+        "HuggingFaceH4/MATH-500",
+        "Maxwell-Jia/AIME_2024",
+        "yentinglin/aime_2025",
+        "zwhe99/amc23",
+    ]
+    objective = config.objective.model_dump()
+    if method == "pacs":
+        assert (objective["clip_grad"], objective["beta"], objective["score"]) == (0.0, 1.0, "rloo")
+    else:
+        # seq-mean-token-sum-norm divides by the width of the mask; a micro-batch has 8 samples.
+        assert (objective["loss_mean"], objective["constant_length"]) == ("dr_grpo", 4096 // 8)

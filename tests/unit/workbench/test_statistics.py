@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pacs_megatron.workbench.statistics import (
+    bootstrap_average,
     bootstrap_mean,
     interquartile_mean,
     majority_at_k,
@@ -65,6 +66,29 @@ def test_majority_counts_every_subset() -> None:
         np.mean([majority_at_k(answers * 8, labels * 8, 3, seed) for seed in (1, 2)]), abs=0.04
     )
     assert majority_at_k(["7", "7", "3"], [1, None, 0], 3) == 1.0  # an unjudged response votes
+
+
+def test_majority_of_ties_and_of_subsets_without_a_vote() -> None:
+    """By the definition: a tie is the mean over the tied answers, a subset without votes is 0."""
+    # The subsets of one response are right, without a vote, without a vote.
+    assert majority_at_k(["7", None, None], [1, 0, 0], 1) == pytest.approx(1 / 3)
+    # {7, -}, {7, -}, {-, -}
+    assert majority_at_k(["7", None, None], [1, 0, 0], 2) == pytest.approx(2 / 3)
+    # Three tied answers, one of them right; and two right ones of three.
+    assert majority_at_k(["7", "3", "5"], [1, 0, 0], 3) == pytest.approx(1 / 3)
+    assert majority_at_k(["7", "3", "5", None], [1, 0, 1, 0], 4) == pytest.approx(2 / 3)
+
+    answers = ["7", "3", None, "5", "7", None, "3", None]
+    labels = [1, 0, 0, 1, 1, 0, 0, 0]
+    for k in range(1, 9):
+        values = []
+        for subset in itertools.combinations(range(8), k):
+            votes = [answers[index] for index in subset if answers[index] is not None]
+            counts = {answer: votes.count(answer) for answer in votes}
+            winners = [name for name in counts if counts[name] == max(counts.values())]
+            right = [name in ("7", "5") for name in winners]
+            values.append(sum(right) / len(right) if right else 0.0)
+        assert majority_at_k(answers, labels, k) == pytest.approx(np.mean(values))
 
 
 def test_interquartile_mean_cuts_a_quarter_at_each_end() -> None:
@@ -133,3 +157,44 @@ def test_the_permutation_test_counts_splits() -> None:
     assert permutation_p(np.arange(12.0)[:, None], 50 + np.arange(12.0)[:, None]) == pytest.approx(
         1 / 20_000
     )
+
+
+def test_the_interval_of_an_average_over_benchmarks_equals_a_plain_loop() -> None:
+    """Two seeds, two benchmarks of other sizes, one unknown score; and the difference to a side
+    with one seed on the same problems.
+    """
+    rng = np.random.default_rng(4)
+    parts = [rng.random((2, 12)), rng.random((2, 5))]
+    parts[0][1, 3] = np.nan
+    base = [rng.random((1, 12)) * 0.2, parts[1][:1] - 0.3]
+
+    means = []
+    differences = []
+    for _ in range(4000):
+        seeds = rng.integers(2, size=2)
+        total = 0.0
+        other_total = 0.0
+        for part, other in zip(parts, base, strict=True):
+            columns = rng.integers(part.shape[1], size=part.shape[1])
+            total += np.nanmean(part[seeds][:, columns])
+            other_total += other[0, columns].mean()
+        means.append(total / 2)
+        differences.append((total - other_total) / 2)
+
+    value = np.mean([np.nanmean(part) for part in parts])
+    found = bootstrap_average(parts)
+    assert found is not None and found.value == pytest.approx(value)
+    np.testing.assert_allclose(found[1:], np.percentile(means, [2.5, 97.5]), atol=0.012)
+    found = bootstrap_average(parts, base)
+    assert found is not None
+    assert found.value == pytest.approx(value - np.mean([part.mean() for part in base]))
+    np.testing.assert_allclose(found[1:], np.percentile(differences, [2.5, 97.5]), atol=0.012)
+
+
+def test_an_average_of_equal_sides_and_of_no_scores() -> None:
+    """Paired problems: a constant difference has no width."""
+    base = [np.random.default_rng(5).random((1, 30))]
+    found = bootstrap_average([base[0] + 0.25], base)
+    assert found is not None
+    np.testing.assert_allclose(found, 0.25)
+    assert bootstrap_average([base[0], np.full((1, 3), np.nan)]) is None

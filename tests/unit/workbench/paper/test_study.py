@@ -151,7 +151,11 @@ def test_the_laptop_runs_each_node_once_and_prints_the_same_again(
     assert capsys.readouterr().out.partition("\ntable2")[2] == tables
     check_figures(tmp_path)
     assert "<svg" in (tmp_path / "figure5-tiny.html").read_text()
-    assert "<svg" in (tmp_path / "figure5-tiny-pca.html").read_text()
+    panels = (tmp_path / "figure5-tiny-pca.html").read_text()
+    assert panels.count("<svg") == PROBLEMS and "PACS" not in panels
+    # Two seeds of three responses each; only PACS and GRPO are overlaid.
+    assert panels.count('class="dot s0"') == panels.count('class="dot s1"') == 6 * PROBLEMS
+    assert 'class="dot s2"' not in panels
     (tmp_path / "tiny-pacs-s1" / "eval" / "results.json").unlink()
     assert main(call) == 0
     assert commands.called[count:] == ["eval tiny-pacs-s1"]
@@ -199,17 +203,90 @@ def test_the_paper_has_its_published_numbers_beside_ours(
         for run in ("base", "ppo-s0", "grpo-s0", "pacs-s0", "pacs-unweighted-s0")
     ]
     study = paper.Study("paper", tmp_path, (), None)
+    # Figure 6 draws them.
+    gpqa = {"base": [48.04], "ppo": [48.48], "grpo": [48.55], "pacs": [52.46]}
+    for method, row in gpqa.items():
+        assert study.spec["published"]["qwen3-8b"][method]["gpqa"] == row
     assert study.spec["published_diversity"]["qwen3-8b"] == {
         "pacs": {"aime24": 0.0272, "aime25": 0.0392},
         "grpo": {"aime24": 0.0217, "aime25": 0.0249},
     }
 
 
-def write_results(out: Path) -> None:
-    counts = [{"num_samples": 128, "num_correct": 64}, {"num_samples": 128, "num_correct": 64}]
+def write_results(out: Path, num_correct: int = 64, draws: int = 128) -> None:
+    counts = [{"num_samples": draws, "num_correct": num_correct}] * 2
     names = ("math500", "amc23", "aime24", "aime25", "beyondaime")
     out.mkdir(parents=True)
     (out / "results.json").write_text(json.dumps({"problems": dict.fromkeys(names, counts)}))
+
+
+def test_table_1_has_averages_and_differences_beside_the_abstracts(
+    commands: Commands,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """+8.26 (4B) and +9.57 (8B) on average, as in the abstract."""
+
+    def evaluate(self: Commands, words: list[str]) -> None:
+        out = Path(words[words.index("--out") + 1])
+        write_results(out, 96 if "pacs" in out.parent.name else 64)
+
+    monkeypatch.setattr(Commands, "eval", evaluate)
+    assert main(["paper", "table1", "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    cells = json.loads((tmp_path / "table1.json").read_text())
+    found = {}
+    for cell in cells:
+        if cell["place"][1] == "average of 5 benchmarks":
+            found[(cell["place"][0], cell["method"], cell["metric"])] = cell
+    published = {key: cell["published"] for key, cell in found.items()}
+    assert published == {
+        ("qwen3-4b", "base", "pass@1"): 54.37,
+        ("qwen3-4b", "base", "over base"): None,
+        ("qwen3-4b", "pacs", "pass@1"): 62.63,
+        ("qwen3-4b", "pacs", "over base"): 8.26,
+        ("qwen3-8b", "base", "pass@1"): 53.75,
+        ("qwen3-8b", "base", "over base"): None,
+        ("qwen3-8b", "pacs", "pass@1"): 63.32,
+        ("qwen3-8b", "pacs", "over base"): 9.57,
+    }
+    assert found[("qwen3-8b", "pacs", "pass@1")]["ours"] == pytest.approx([75.0] * 3)
+    assert found[("qwen3-8b", "pacs", "over base")]["ours"] == pytest.approx([25.0] * 3)
+    assert "+25.00 [+25.00, +25.00] / +9.57" in printed
+    assert "published (tables of version 2" in printed
+
+
+def test_version_1_has_the_numbers_of_the_pictures_and_not_the_abstracts_label(
+    commands: Commands,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def evaluate(self: Commands, words: list[str]) -> None:
+        write_results(Path(words[words.index("--out") + 1]), 256, draws=512)
+
+    monkeypatch.setattr(Commands, "eval", evaluate)
+    words = ["paper", "table2", "table2-math500", "--scale", "v1", "--dir", str(tmp_path)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "read from the pictures of the authors' repository" in printed
+    numbers = {}
+    for file in ("table2", "table2-math500"):
+        for cell in json.loads((tmp_path / f"{file}.json").read_text()):
+            key = (cell["place"][1], cell["method"], cell["metric"])
+            numbers[key] = cell["published"]
+    # The headline of version 1: 59.78 at pass@256, 13.32 above PPO and 14.36 above GRPO.
+    best, ppo, grpo = (numbers[("aime24", name, "pass@256")] for name in ("pacs", "ppo", "grpo"))
+    assert (best, round(best - ppo, 2), round(best - grpo, 2)) == (59.78, 13.32, 14.36)
+    assert [numbers[("aime25", name, "pass@256")] for name in ("pacs", "ppo", "grpo")] == [
+        58.22,
+        42.91,
+        46.45,
+    ]
+    assert numbers[("math500", "pacs", "pass@2")] == 84.39
+    assert numbers[("math500", "base", "pass@32")] == 92.80
+    assert ("math500", "pacs", "pass@256") not in numbers
 
 
 def test_published_averages_of_table_1() -> None:
@@ -253,7 +330,7 @@ def test_mistakes_are_one_line(
 def test_every_run_of_both_studies_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for scale, count in (("paper", 44), ("laptop", 30)):
+    for scale, count in (("paper", 52), ("v1", 16), ("laptop", 30)):
         assert (
             main(["paper", "all", "--scale", scale, "--dir", str(tmp_path / "none"), "--dry-run"])
             == 0
@@ -262,7 +339,7 @@ def test_every_run_of_both_studies_loads(
         assert len(lines) == count and all(": missing  python -" in line for line in lines)
     study = paper.Study("paper", tmp_path, (), None)
     _, chains = study.nodes(list(study.spec["artefacts"].values()))
-    assert len(chains) == 16
+    assert len(chains) == 20
     for config, overrides in {chain.config: chain.overrides for chain in chains}.items():
         assert load_config(config, overrides).config.run.dir == str(tmp_path)
 
