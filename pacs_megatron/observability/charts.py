@@ -9,20 +9,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pacs_megatron.observability.page import NUM_COLOURS
 
+T = TypeVar("T")
 Point = tuple[float, float]
 """(step, value)"""
 
 WIDTH = 420
-HEIGHT = 220
-LEFT = 48
+HEIGHT = 232
+LEFT = 60
 RIGHT = 18
 TOP = 10
-BOTTOM = 26
+BOTTOM = 38
 """Size of a chart and its margins, in the pixels of its view box"""
 _PLOT_WIDTH = WIDTH - LEFT - RIGHT
 _PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
@@ -32,11 +34,12 @@ MAX_POINTS = 400
 
 Longer ones are reduced to the extremes of intervals, so spikes stay visible.
 """
-MEANS_FROM = 120
-"""A curve with at least this many points is drawn faint, under a line through means of neighbouring
-points.
-"""
-_NUM_MEANS = 60
+MEANS_FROM = 20
+"""A curve with at least this many points is drawn faint, under the line of its moving mean."""
+_MEAN_SHARE = 1 / 12
+"""Share of the points that a moving mean is over"""
+_MAX_AXIS_TITLE = 34
+"""Characters that fit along the axis; a longer note stands beside the title"""
 _NUM_TICKS = 5
 _NUM_STEP_TICKS = 6
 _DOTS_UP_TO = 40
@@ -83,6 +86,8 @@ class Chart:
     x: str = "step"
     may_be_log: bool = False
     """the axis is logarithmic if the values span more than a factor of 50"""
+    is_stacked: bool = False
+    """areas on top of each other, the first one at the bottom; all series have the same steps"""
 
 
 class _Axis(NamedTuple):
@@ -103,22 +108,28 @@ def line_chart(chart: Chart) -> str:
     last = max(max(series.steps) for series in chart.series)
     x_axis = _step_axis(first, last)
     y_axis = _value_axis(chart)
-    curves = [
-        _curve(series, _colour(number), x_axis, y_axis)
-        for number, series in enumerate(chart.series)
-    ]
+    if chart.is_stacked:
+        curves = _stacked(chart.series, x_axis, y_axis)
+    else:
+        curves = [
+            _curve(series, _colour(number), x_axis, y_axis)
+            for number, series in enumerate(chart.series)
+        ]
 
     latest = [(series.name, format_number(series.values[-1])) for series in chart.series]
     latest_text = ", ".join(f"{name} {value}" for name, value in latest)
     label = f"{chart.title}: {latest_text}"
-    note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
+    fits_axis = len(chart.note) <= _MAX_AXIS_TITLE
+    y_title = chart.note if fits_axis else ""
+    note = "" if fits_axis else f"<small>{escape(chart.note)}</small>"
     output = f"<output>{latest[0][1]}</output>" if len(latest) == 1 else ""
     legend = _legend(latest) if len(latest) > 1 else ""
     data = _hover_data(chart, x_axis, first, last)
     return (
         f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}</span>{output}'
         f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">{_grid(x_axis, y_axis)}{"".join(curves)}'
+        f'aria-label="{escape(label)}">{_grid(x_axis, y_axis, chart.x, y_title)}'
+        f"{''.join(curves)}"
         f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>{legend}'
         f'<script type="application/json">{data}</script></figure>'
     )
@@ -156,9 +167,15 @@ def _hover_data(chart: Chart, x_axis: _Axis, first: float, last: float) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
-    """Horizontal lines with their labels at the left, and the labels of the steps below."""
-    parts = []
+def _grid(x_axis: _Axis, y_axis: _Axis, x_title: str, y_title: str) -> str:
+    """Horizontal lines with their labels at the left, the labels of the steps below, and the titles
+    of both axes.
+    """
+    middle = LEFT + _PLOT_WIDTH / 2
+    parts = [f'<text class="x" x="{middle:.1f}" y="{HEIGHT - 5}">{escape(x_title)}</text>']
+    if y_title:
+        place = f"translate(11 {TOP + _PLOT_HEIGHT / 2:.1f}) rotate(-90)"
+        parts.append(f'<text class="x" transform="{place}">{escape(y_title)}</text>')
     for value, text in y_axis.ticks:
         y = y_axis.position(value)
         parts.append(
@@ -167,7 +184,7 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
         parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{text}</text>')
     for value, text in x_axis.ticks:
         x = x_axis.position(value)
-        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 8}">{text}</text>')
+        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{text}</text>')
     return "".join(parts)
 
 
@@ -233,17 +250,41 @@ def _band_edges(values: Sequence[float], half_width: Sequence[float]) -> list[tu
     return edges
 
 
-def _means(points: Sequence[Point]) -> list[Point]:
-    """Means of steps and values over parts of neighbouring points."""
+def _means(points: Sequence[Point]) -> Sequence[Point]:
+    """The moving mean of the values, centred at each point; its window is shorter at the ends, so
+    that it stays centred.
+    """
+    half = max(2, round(len(points) * _MEAN_SHARE / 2))
+    sums = list(accumulate((value for _, value in points), initial=0.0))
     means = []
-    for part in _cut(points, _NUM_MEANS):
-        mean_step = fmean(step for step, _ in part)
-        mean_value = fmean(value for _, value in part)
-        means.append((mean_step, mean_value))
-    return means
+    for number, (step, _) in enumerate(points):
+        reach = min(half, number, len(points) - 1 - number)
+        total = sums[number + reach + 1] - sums[number - reach]
+        means.append((step, total / (2 * reach + 1)))
+    return _thin(means)
 
 
-def _cut(points: Sequence[Point], max_parts: int) -> list[Sequence[Point]]:
+def _stacked(series: Sequence[Series], x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    """An area for each series, on top of the ones before; of a long run, means of neighbours."""
+    rows = list(zip(*(line.points for line in series), strict=True))
+    parts = _cut(rows, MAX_POINTS)
+    steps = [fmean(row[0][0] for row in part) for part in parts]
+    below = [0.0] * len(parts)
+    areas = []
+    for number in range(len(series)):
+        above = []
+        for base, part in zip(below, parts, strict=True):
+            above.append(base + fmean(row[number][1] for row in part))
+        outline = [*zip(steps, above, strict=True), *reversed(list(zip(steps, below, strict=True)))]
+        places = " ".join(
+            f"{x_axis.position(step):.1f},{y_axis.position(value):.1f}" for step, value in outline
+        )
+        areas.append(f'<polygon class="area {_colour(number)}" points="{places}"/>')
+        below = above
+    return areas
+
+
+def _cut(points: Sequence[T], max_parts: int) -> list[Sequence[T]]:
     """Parts of neighbouring points, all of one size but the last."""
     size = math.ceil(len(points) / max_parts)
     return [points[start : start + size] for start in range(0, len(points), size)]
@@ -285,6 +326,9 @@ def _value_axis(chart: Chart) -> _Axis:
     """The axis of values: logarithmic, from 0 to 1, from 0, or from the least value."""
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
+    if chart.is_stacked:
+        rows = zip(*(series.values for series in chart.series), strict=True)
+        return _linear_axis(0.0, max(sum(values) for values in rows))
 
     are_shares = 0 <= low <= high <= 1
     for series in chart.series:

@@ -53,6 +53,10 @@ _STYLE = """
 body{margin:0;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1320px;margin:0 auto;padding:20px clamp(12px,3vw,28px) 48px}
+.full{max-width:2400px}
+.full .charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr))}
+.sections{display:flex;flex-wrap:wrap;gap:0 12px}
+.sections section{flex:1 1 min(100%,380px);min-width:0}
 h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.05rem;margin:32px 0 10px}
 p{margin:.3em 0}
@@ -82,6 +86,7 @@ svg .x{text-anchor:middle}
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round}
 .faint{opacity:.28;stroke-width:1}
 .band{opacity:.16}
+.area{opacity:.72}
 .tip{position:absolute;pointer-events:none;background:var(--ink);color:var(--card);
 padding:4px 9px;border-radius:6px;font-size:.78rem;line-height:1.4;white-space:pre;
 z-index:1;font-variant-numeric:tabular-nums}
@@ -114,7 +119,7 @@ max-height:24em;overflow:auto;unicode-bidi:isolate}
 """
 _STYLE += "".join(
     f".curve.s{n}{{stroke:var(--s{n})}}"
-    f".dot.s{n},.band.s{n}{{fill:var(--s{n})}}"
+    f".dot.s{n},.band.s{n},.area.s{n}{{fill:var(--s{n})}}"
     f"ul i.s{n}{{background:var(--s{n})}}"
     for n in range(NUM_COLOURS)
 )

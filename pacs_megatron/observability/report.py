@@ -14,6 +14,7 @@ from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
 from pacs_megatron.objectives.registry import REGISTRY
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart
+from pacs_megatron.observability.metric_words import in_words
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.observability.rank_times import read_rank_times, waits_of
@@ -88,7 +89,7 @@ def write_report(run_dir: Path, *, num_samples: int = 8) -> Path:
             parts.append(_section(title, charts, rows))
     parts.append(_rank_waits(read_rank_times(run_dir)))
     if len(rows) >= MEANS_FROM:
-        note = "Faint lines are single steps, strong lines means of neighbours."
+        note = "Faint lines are single steps, strong lines their moving mean."
         parts.append(f'<p class="soft"><small>{note}</small></p>')
     if num_samples:
         parts += _answers(run_dir, num_samples)
@@ -131,7 +132,9 @@ def _tiles(rows: Rows) -> str:
             label = key.removeprefix("eval/").replace("/", " ")
             if key == "reward/mean":
                 label = "reward"
-            ends = [values[0], values[-1]] if len(values) > 1 else values
+            ends = _window_means(values)
+            if key == "reward/mean" and len(ends) > 1:
+                label = f"reward, mean of {_window_of(values)} steps"
             tiles.append((label, " → ".join(f"{value:.2f}" for value in ends)))
 
     rates = _values(rows, "tokens_per_s")
@@ -146,6 +149,19 @@ def _tiles(rows: Rows) -> str:
         for label, value in tiles
     ]
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _window_of(values: Sequence[float]) -> int:
+    """Steps of a tile's mean at each end: a tenth of the steps, at most 20."""
+    return max(1, min(20, len(values) // 10))
+
+
+def _window_means(values: Sequence[float]) -> list[float]:
+    """The means of the first and of the last values, over a window; one value alone stays."""
+    if len(values) < 2:
+        return list(values)
+    window = _window_of(values)
+    return [sum(values[:window]) / window, sum(values[-window:]) / window]
 
 
 def _section(title: str, charts: Sequence[str], rows: Rows) -> str:
@@ -277,7 +293,7 @@ class _Charts:
         """A chart of each key with this prefix that no chart shows yet."""
         charts: list[str] = []
         for key in self.keys(prefix):
-            charts += self.draw(key, [key])
+            charts += self.draw(in_words(key), [key], key)
         return charts
 
     def draw_pass_rates(self) -> list[str]:
@@ -329,7 +345,9 @@ class _Charts:
             Series(name=name, points=list(zip(steps, curves[name].tolist(), strict=True)))
             for name in longest_first
         ]
-        chart = Chart(title="time of each phase", series=series, note="seconds a step")
+        chart = Chart(
+            title="time of each phase", series=series, note="seconds a step", is_stacked=True
+        )
         return [line_chart(chart)]
 
 

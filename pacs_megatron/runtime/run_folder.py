@@ -5,21 +5,24 @@ versions.
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pacs_megatron import __version__
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.load import leaves
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.environment import PACKAGES, installed
-from pacs_megatron.runtime.files import write_atomically
+from pacs_megatron.runtime.files import Fields, json_line, naming, read_rows, write_atomically
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 REPORT_FILE = "report.html"
 METRICS_FILE = "metrics.jsonl"
+CHANGES_FILE = "changes.jsonl"
+"""Options that an attempt changed, with the last complete step before it"""
 LOG_FOLDER = "logs"
 HEARTBEAT_FOLDER = "heartbeats"
 EXIT_CODE_FILE = "exit_code"
@@ -95,7 +98,7 @@ def check_run_folder(run_dir: Path) -> None:
 
     # The run appends to these files, so a link would change a file outside of the folder. A batch
     # script makes the link logs/latest, to a folder.
-    files = [run_dir / METRICS_FILE]
+    files = [run_dir / METRICS_FILE, run_dir / CHANGES_FILE]
     files += (run_dir / LOG_FOLDER).glob("*")
     files += (run_dir / "rollouts").glob("*")
     for path in files:
@@ -137,6 +140,31 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
             "another run.name"
         )
     return changed
+
+
+def record_changes(loaded: LoadedConfig, run_dir: Path, keys: Sequence[str], step: int) -> None:
+    """Appends changed options to `changes.jsonl`, before the new configuration is written.
+
+    Args:
+        loaded: the new configuration.
+        run_dir: of the run, with the last attempt's configuration.
+        keys: from `changed_since`.
+        step: the last complete step before the change.
+    """
+    before = dict(leaves(load_config(run_dir / CONFIG_FILE).config))
+    after = dict(leaves(loaded.config))
+    lines = []
+    for key in keys:
+        values = {"before": str(before.get(key)), "after": str(after.get(key))}
+        lines.append(json_line({"step": step, "key": key, **values}))
+    with naming(run_dir / CHANGES_FILE), (run_dir / CHANGES_FILE).open("ab") as file:
+        file.write(b"".join(lines))
+
+
+def read_changes(run_dir: Path) -> list[dict[str, Any]]:
+    """The changes of a run: `step`, `key`, `before` and `after`, in their order."""
+    fields: Fields = {"step": int, "key": str, "before": str, "after": str}
+    return read_rows(run_dir / CHANGES_FILE, fields)
 
 
 def write_environment(run_dir: Path, extra: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from pacs_megatron.checkpoint.names import describe_newest
+from pacs_megatron.checkpoint.names import describe_newest, newest_step
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ExitCode, PacsError, RewardError, RolloutError, one_line
 from pacs_megatron.models.hub import model_folder
@@ -162,9 +162,14 @@ def _train(
 
 
 def _write_configuration(loaded: LoadedConfig, run_dir: Path) -> None:
-    """Logs what changed since the last attempt and writes configuration and environment."""
-    for key in folders.changed_since(loaded, run_dir):
+    """Logs and records what changed since the last attempt, and writes configuration and
+    environment.
+    """
+    changed = folders.changed_since(loaded, run_dir)
+    for key in changed:
         logger.info("changed since the last attempt: %s", key)
+    if changed:
+        folders.record_changes(loaded, run_dir, changed, newest_step(run_dir) or 0)
     write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
     folders.write_environment(run_dir, {})
 

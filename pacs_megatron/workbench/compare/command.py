@@ -6,6 +6,7 @@ from pacs_megatron.runtime.files import write_outputs
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.workbench.compare import page
 from pacs_megatron.workbench.compare.compare import compare
+from pacs_megatron.workbench.evaluation.results import aligned
 
 
 def run_compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[str]:
@@ -25,4 +26,9 @@ def run_compare(*, runs: list[Path], out: Path, **files: Path | None) -> list[st
             for form, path in paths.items()
         ]
     write_outputs(outputs)
-    return [*comparison.sentences(), str(out)]
+    names = []
+    for method in comparison.methods:
+        runs_of_method = ", ".join(run.name for run in method.runs)
+        names.append(f"{method.label}: {runs_of_method}")
+    table = aligned(page.progress_rows(comparison))
+    return [*names, "", table, "", *comparison.sentences(), str(out)]

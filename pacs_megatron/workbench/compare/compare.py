@@ -19,13 +19,14 @@ from pacs_megatron.errors import DataError
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.runtime.files import check_distinct, is_file
 from pacs_megatron.runtime.json_reader import as_object, read_object
-from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE
+from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE, read_changes
 from pacs_megatron.workbench import statistics
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
 MIN_SEEDS = 4
 """With fewer on both sides no difference can have p < 0.05 in a permutation of seeds."""
 _SAME_METHOD = ("run.seed", "run.name", "run.dir", "run.nproc", "resources", "logging")
+_IGNORED = tuple(f"{key}." for key in _SAME_METHOD)
 _REWARD = "reward/mean"
 _MAX_LABEL_KEYS = 3
 """Maximum number of differing keys in a label"""
@@ -43,6 +44,8 @@ class Run:
     """leaf values by dotted key"""
     results: Mapping[str, Any]
     """the metrics of <run>/eval/results.json"""
+    changes: Sequence[Mapping[str, Any]]
+    """options that a later attempt changed: step, key, before, after"""
 
     def score(self, key: str) -> float | None:
         """The value of the evaluation, else of the last step; None without either."""
@@ -50,6 +53,11 @@ class Run:
         last = values[-1] if values else None
         value = self.results.get(key, last)
         return None if value is None else float(value)
+
+    def start(self, key: str) -> float:
+        """The value of the first row that has one; NaN without one."""
+        values = [row[key] for row in self.rows if row.get(key) is not None]
+        return float(values[0]) if values else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ class Method:
     runs: Sequence[Run]
     scores: np.ndarray
     """float64 [runs, tasks]"""
+    starts: np.ndarray
+    """float64 [runs, tasks]: the first values; NaN where a run has none"""
     iqm: statistics.Interval
     """interquartile mean"""
     profile: Sequence[statistics.Interval]
@@ -87,9 +97,21 @@ class RunComparison:
                 f"The runs end at different steps ({min(ends)} to {max(ends)}); a score is a "
                 "run's last one."
             )
+        sentences += self.changes()
         methods = {method.label: method for method in self.methods}
         for (x, y), chance in self.improvements.items():
             sentences.append(_verdict(methods[x], methods[y], chance))
+        return sentences
+
+    def changes(self) -> list[str]:
+        """One sentence for each option that a later attempt of a run changed."""
+        sentences = []
+        for run in itertools.chain.from_iterable(method.runs for method in self.methods):
+            for change in run.changes:
+                sentences.append(
+                    f"{run.name} changed {change['key']} from {change['before']} to "
+                    f"{change['after']} after step {change['step']}."
+                )
         return sentences
 
 
@@ -129,9 +151,12 @@ def compare(folders: Sequence[Path]) -> RunComparison:
         scores = np.array(
             [[run.score(task) for task in tasks] for run in method_runs], dtype=np.float64
         )
+        starts = np.array(
+            [[run.start(task) for task in tasks] for run in method_runs], dtype=np.float64
+        )
         iqm = statistics.stratified(statistics.interquartile_mean, scores)
         profile = statistics.profile_intervals(scores, THRESHOLDS)
-        methods.append(Method(label, method_runs, scores, iqm, profile))
+        methods.append(Method(label, method_runs, scores, starts, iqm, profile))
 
     improvements = {}
     for x, y in itertools.combinations(methods, 2):
@@ -219,7 +244,11 @@ def _read(folder: Path) -> Run:
     seed = config.get("run.seed", 0)
     if type(seed) is not int:
         raise DataError(f"{file}: run.seed={seed!r} is no integer; restore the file")
-    return Run(folder.resolve().name, seed, rows, config, results)
+    changes = []
+    for change in read_changes(folder):
+        if not f"{change['key']}.".startswith(_IGNORED):
+            changes.append(change)
+    return Run(folder.resolve().name, seed, rows, config, results, changes)
 
 
 def _check_numbers(metrics: Mapping[str, Any], where: str) -> None:
@@ -247,10 +276,9 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ methods
 def _identity(run: Run) -> dict[str, Any]:
     """The options that distinguish methods: all but the seed and names."""
-    ignored = tuple(f"{key}." for key in _SAME_METHOD)
     options = {}
     for key, value in run.config.items():
-        if value is not None and not f"{key}.".startswith(ignored):
+        if value is not None and not f"{key}.".startswith(_IGNORED):
             options[key] = value
     return options
 

@@ -49,15 +49,23 @@ def compare_html(comparison: RunComparison) -> str:
         "seeds.</small></p>",
         f'<div class="card">{verdicts}</div>',
         f"<h2>Scores</h2>{_table(_score_rows(comparison))}",
+        f"<h2>Start and rise</h2>{_table(progress_rows(comparison))}",
+        f"<h2>Runs</h2>{_table(_run_rows(comparison))}",
     ]
     if comparison.differences:
         parts.append(f"<h2>What differs</h2>{_table(_difference_rows(comparison))}")
 
+    sections = []
     for heading, charts in _sections(comparison):
         drawn = [line_chart(chart) for chart in charts if chart.series]
         if drawn:
-            parts.append(f'<h2>{heading}</h2><div class="charts">{"".join(drawn)}</div>')
-    return page(f"Comparison: {title}", f"<main>{''.join(parts)}</main>")
+            # A section is as wide as its charts, so that short ones share a line.
+            sections.append(
+                f'<section style="flex-grow:{len(drawn)}"><h2>{heading}</h2>'
+                f'<div class="charts">{"".join(drawn)}</div></section>'
+            )
+    parts.append(f'<div class="sections">{"".join(sections)}</div>')
+    return page(f"Comparison: {title}", f'<main class="full">{"".join(parts)}</main>')
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -66,6 +74,32 @@ def _difference_rows(comparison: RunComparison) -> list[list[str]]:
     rows = [["key", *(method.label for method in comparison.methods)]]
     for key, values in comparison.differences.items():
         rows.append([key, *("–" if value is None else str(value) for value in values)])
+    return rows
+
+
+def _run_rows(comparison: RunComparison) -> list[list[str]]:
+    """A header, and a row for each run: its method, name, seed and last step."""
+    rows = [["method", "run", "seed", "last step"]]
+    for method in comparison.methods:
+        for run in method.runs:
+            rows.append([method.label, run.name, str(run.seed), str(run.rows[-1]["step"])])
+    return rows
+
+
+def progress_rows(comparison: RunComparison) -> list[list[str]]:
+    """A header, and a row for each method and task: the means over the runs at the start and at the
+    end, and the rise between them. `-` where no run has a first value.
+    """
+    rows = [["method", "runs", "task", "start", "end", "rise"]]
+    for method in comparison.methods:
+        for number, task in enumerate(comparison.tasks):
+            starts = method.starts[:, number]
+            ends = method.scores[:, number]
+            cells = ["-", f"{ends.mean():.3f}", "-"]
+            if not np.isnan(starts).any():
+                rise = (ends - starts).mean()
+                cells = [f"{starts.mean():.3f}", f"{ends.mean():.3f}", f"{rise:+.3f}"]
+            rows.append([method.label, str(len(method.runs)), task, *cells])
     return rows
 
 

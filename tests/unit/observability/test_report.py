@@ -289,6 +289,79 @@ def test_a_band_stays_on_the_axis(
     assert min(heights) >= TOP - 0.1 and max(heights) <= HEIGHT - BOTTOM + 0.1
 
 
+def test_both_axes_have_titles_and_a_long_note_stands_beside_the_title() -> None:
+    series = [Series(name="x", points=[(0, 1.0), (5, 2.0)])]
+    figure = line_chart(Chart(title="t", series=series, note="nats a token", x="seconds"))
+    titles = re.findall(r'<text class="x"[^>]*>([a-z ]+)</text>', figure)
+    assert titles == ["seconds", "nats a token"] and "<small>" not in figure
+    long_note = "share of runs and tasks above the score"
+    figure = line_chart(Chart(title="t", series=series, note=long_note))
+    assert f"<small>{long_note}</small>" in figure
+    assert re.findall(r'<text class="x"[^>]*>([a-z ]+)</text>', figure) == ["step"]
+
+
+def places_of(figure: str, element: str) -> list[list[tuple[float, float]]]:
+    found = []
+    for points in re.findall(rf'{element} points="([^"]*)"', figure):
+        pairs = [pair.split(",") for pair in points.split()]
+        found.append([(float(x), float(y)) for x, y in pairs])
+    return found
+
+
+def test_a_curve_of_many_points_is_faint_behind_its_moving_mean() -> None:
+    """The window is a twelfth of the points, centred, and shorter at the ends."""
+    values = np.random.default_rng(0).random(48)
+    figure = line_chart(
+        Chart(title="t", series=[Series(name="x", points=list(enumerate(values.tolist())))])
+    )
+    [raw] = places_of(figure, '<polyline class="curve faint s0"')
+    [smooth] = places_of(figure, '<polyline class="curve s0"')
+    raw_y = np.array(raw)[:, 1]
+    wanted = []
+    for number in range(48):
+        reach = min(2, number, 47 - number)
+        wanted.append(raw_y[number - reach : number + reach + 1].mean())
+    # The axis is linear, so a mean of values is a mean of places.
+    np.testing.assert_allclose(np.array(smooth)[:, 1], wanted, atol=0.11)
+    np.testing.assert_allclose(np.array(smooth)[:, 0], np.array(raw)[:, 0], atol=0.11)
+    short = line_chart(
+        Chart(title="t", series=[Series(name="x", points=list(enumerate(values[:19].tolist())))])
+    )
+    assert "faint" not in short
+
+
+def test_stacked_areas_lie_on_top_of_each_other() -> None:
+    series = [
+        Series(name="a", points=[(0, 1.0), (1, 2.0), (2, 1.0)]),
+        Series(name="b", points=[(0, 3.0), (1, 2.0), (2, 0.0)]),
+    ]
+    figure = line_chart(Chart(title="t", series=series, is_stacked=True))
+    [first] = places_of(figure, '<polygon class="area s0"')
+    [second] = places_of(figure, '<polygon class="area s1"')
+    ticks = {
+        float(text): float(y) - 3.5
+        for y, text in re.findall(r'<text class="y" x="[\d.]+" y="([\d.]+)">([\d.]+)<', figure)
+    }
+    zero = ticks[0.0]
+    pixels = (zero - ticks[4.0]) / 4
+    heights = [round((zero - y) / pixels, 1) for _, y in first]
+    assert heights == [1.0, 2.0, 1.0, 0.0, 0.0, 0.0]
+    heights = [round((zero - y) / pixels, 1) for _, y in second]
+    assert heights == [4.0, 4.0, 1.0, 1.0, 2.0, 1.0]
+    assert second[3:] == first[2::-1]  # its lower edge is the upper edge of the first
+
+
+def test_a_tile_has_means_of_windows(tmp_path: Path) -> None:
+    """The first and the last single step are far from the mean of their tenth."""
+    rows = []
+    for step in range(1, 41):
+        row = step_row(step) | {"reward/mean": 0.4 if step <= 20 else 0.8}
+        row["reward/mean"] += {1: 0.4, 40: -0.4}.get(step, 0.0)
+        rows.append(row)
+    _, page = report(tmp_path, rows)
+    assert "reward, mean of 4 steps" in page.text and "0.50 → 0.70" in page.text
+
+
 def test_numbers() -> None:
     values = [0, 0.693147, 12.34, 123.456, 1234.5, 23456, 5e6, 2e10, 1.2e-5, -0.5]
     texts = ["0", "0.693", "12.3", "123.5", "1,234", "23.46k", "5M", "2.00e+10", "1.2e-05", "-0.5"]

@@ -9,7 +9,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.job import begin, end
-from pacs_megatron.runtime.run_folder import changed_since
+from pacs_megatron.runtime.run_folder import changed_since, read_changes, record_changes
 from tests.support.run_files import BASE
 
 
@@ -37,7 +37,9 @@ def test_a_run_in_the_folder_of_another_run_is_an_error(name: str, tmp_path: Pat
         changed_since(loaded, tmp_path / "run" / name)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/driver.log", "rollouts/step_000001.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "changes.jsonl", "logs/driver.log", "rollouts/step_000001.jsonl"]
+)
 def test_a_file_of_the_run_that_is_a_link_is_an_error(name: str, tmp_path: Path) -> None:
     config = tmp_path / "base.yaml"
     config.write_text(BASE)
@@ -67,3 +69,17 @@ def test_metrics_of_another_program_are_an_error(tmp_path: Path) -> None:
         changed_since(loaded, tmp_path / "run")
     (tmp_path / "run" / "checkpoints").mkdir()  # a run whose config.yaml was removed
     assert changed_since(loaded, tmp_path / "run") == []
+
+
+def test_changes_of_later_attempts_are_recorded_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(BASE)
+    assert read_changes(tmp_path) == []
+    for step, lr in ((20, 0.5), (30, 0.25)):
+        loaded = load_config(tmp_path / "config.yaml", [f"optimizer.lr={lr}"])
+        changed = changed_since(loaded, tmp_path)
+        assert changed == ["optimizer.lr"]
+        record_changes(loaded, tmp_path, changed, step)
+        (tmp_path / "config.yaml").write_text(loaded.to_yaml())
+    first, second = read_changes(tmp_path)
+    assert (first["step"], first["key"], first["after"]) == (20, "optimizer.lr", "0.5")
+    assert (second["step"], second["before"], second["after"]) == (30, "0.5", "0.25")

@@ -25,6 +25,7 @@ from pacs_megatron.workbench.compare.page import (
     compare_html,
     compare_json,
     compare_latex,
+    progress_rows,
 )
 from tests.support.browser import BROWSER, open_in_browser
 from tests.support.reports import HOSTILE, Page
@@ -144,6 +145,41 @@ def test_every_output_has_the_same_figures(
     ):
         assert text in page
     assert not re.search(r"https?://", page.replace("http://www.w3.org", ""))
+
+
+def test_the_terminal_and_the_page_name_runs_and_show_start_and_rise(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "pacs: pacs-s0, pacs-s1, pacs-s2, pacs-s3"
+    assert lines[3].split() == ["method", "runs", "task", "start", "end", "rise"]
+    # aime24 starts at 0 and ends at 0.52, 0.55, 0.53, 0.56; math500 is 0.3 above it.
+    assert lines[4].split() == ["pacs", "4", "aime24", "0.000", "0.540", "+0.540"]
+    assert lines[5].split() == ["pacs", "4", "math500", "0.300", "0.840", "+0.540"]
+    assert lines[6].split() == ["grpo", "4", "aime24", "0.000", "0.427", "+0.427"]
+    text = (tmp_path / "out.html").read_text()
+    for cell in ("+0.540", "grpo-s3", "last step"):
+        assert f">{cell}</" in text
+
+
+def test_an_option_that_changed_during_a_run_is_named(tmp_path: Path) -> None:
+    """Its configuration has the last value only."""
+    runs = [write_run(tmp_path / f"r{seed}", "pacs", seed, 0.5) for seed in range(2)]
+    change = {"step": 20, "key": "optimizer.lr", "before": "1e-06", "after": "1e-05"}
+    other = {**change, "key": "logging.tensorboard"}
+    (runs[1] / "changes.jsonl").write_text(f"{json.dumps(other)}\n{json.dumps(change)}\n")
+    found = compare(runs)
+    sentence = "r1 changed optimizer.lr from 1e-06 to 1e-05 after step 20."
+    assert found.sentences() == [sentence]
+    assert f"<p>{sentence}</p>" in compare_html(found)
+
+
+def test_a_start_that_no_row_has(tmp_path: Path) -> None:
+    """Only the evaluation has this benchmark."""
+    run = write_run(tmp_path / "a", "pacs", 0, 0.5, results=True)
+    drop_benchmark(run, "math500")
+    assert progress_rows(compare([run]))[2] == ["a", "1", "math500", "-", "0.500", "-"]
 
 
 def test_hostile_names_and_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
