@@ -4,6 +4,7 @@ control) in the long ones.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -41,7 +42,8 @@ def pass_at_1(run_dir: Path) -> list[float]:
 
 @pytest.mark.full
 def test_a_short_quickstart_leaves_a_run_and_an_identical_export(tmp_path: Path) -> None:
-    out = quickstart(tmp_path, "--short", timeout_s=850)
+    profile = "observability.profile={steps: [2], ranks: [0, 1]}"
+    out = quickstart(tmp_path, "--short", profile, timeout_s=850)
     checked = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
     assert checked["different_answers"] == 0 and checked["tokens"] > 100
     last = out.strip().splitlines()[-3:]
@@ -69,6 +71,13 @@ def test_a_short_quickstart_leaves_a_run_and_an_identical_export(tmp_path: Path)
     ):
         assert (run_dir / name).exists(), name
     assert (run_dir / "checkpoints" / "step_000003" / "manifest.json").is_file()
+
+    for rank in (0, 1):
+        trace = run_dir / "profile" / f"rank{rank}.2.pt.trace.json.gz"
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert {"step 2", "rollout", "update"} <= {event["name"] for event in events}
+    assert rows[2]["speed/tflops_per_gpu"] > 0
+    assert "<h2>Ranks</h2>" in (run_dir / "report.html").read_text()
 
 
 @pytest.mark.campaign
