@@ -11,12 +11,12 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.waiting import try_program
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 _COMPILE_LIMIT_S = 600.0
@@ -93,9 +93,7 @@ def _compile(torch_dir: Path, library: Path) -> None:
             str(SOURCE),
             *("-o", str(built)),
         ]
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False
-        )
+        result = try_program(command, timeout_s=_COMPILE_LIMIT_S)
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if "error" in line]
             reason = lines[0] if lines else f"exit code {result.returncode}"
