@@ -444,6 +444,33 @@ def _optimizer_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _filter_problems(config: RunConfig) -> Iterator[str]:
+    """An importance weight of samples from a filtered distribution.
+
+    The weight is the ratio to the sampler's log-probs, which are those before the filters. The
+    samples' own probabilities are higher, and 0 for the tokens that were excluded.
+    """
+    sampling = config.rollout.sampling
+    correction = None
+    if getattr(config.objective, "importance", "none") != "none":
+        correction = f"objective.importance={_value_at(config, 'objective.importance')}"
+    elif getattr(config.objective, "importance_cap", None) is not None:
+        correction = f"objective.importance_cap={_value_at(config, 'objective.importance_cap')}"
+    if correction is None or not config.rollout.is_sampled or not sampling.has_filter:
+        return
+
+    filters = []
+    if sampling.top_k > 0:
+        filters.append(f"rollout.sampling.top_k={sampling.top_k}")
+    if sampling.top_p < 1:
+        filters.append(f"rollout.sampling.top_p={sampling.top_p}")
+    yield (
+        f"{' and '.join(filters)} with {correction}: the importance weight is the ratio to the "
+        "sampler's log-probs, which are those before the filter, so it would be wrong by the "
+        "filter's probability mass; set top_k=0 and top_p=1, or remove the correction"
+    )
+
+
 def _stop_problems(config: RunConfig) -> Iterator[str]:
     """More stop strings than SGLang takes."""
     if config.rollout.sglang is None:
@@ -522,6 +549,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _batch_problems,
     _dataset_problems,
     _optimizer_problems,
+    _filter_problems,
     _stop_problems,
     _profile_problems,
     _evaluation_problems,

@@ -6,10 +6,13 @@ from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.errors import RolloutError
+
+_MIN_TEMPERATURE = 1e-5
+"""SGLang takes a temperature below 1e-6 for 0 (sampling_params.py, `_SAMPLING_EPS`)."""
 
 
 class Stop(StrEnum):
@@ -62,7 +65,10 @@ class SamplingOptions(Options):
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass of nucleus sampling; 1 disables it."""
+    """Probability mass of nucleus sampling; 1 disables it.
+
+    A token must pass top_p and top_k, each applied to the distribution at the temperature.
+    """
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens to sample from; 0 disables it."""
     max_response_tokens: PositiveInt
@@ -71,6 +77,21 @@ class SamplingOptions(Options):
     """Strings that end a response, in addition to the end-of-sequence tokens; the response includes
     them.
     """
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether tokens of the model's distribution are excluded."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float) -> float:
+        if 0 < value < _MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature={value:g} is below {_MIN_TEMPERATURE:g}, where SGLang samples "
+                "greedily; use 0 or a higher temperature"
+            )
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +147,8 @@ class Sample:
     """int32 [prompt + response]"""
     prompt_len: int
     sampler_logprobs: np.ndarray
-    """float32 [response], nats, under the sampling distribution (with temperature, without
-    filters).
+    """float32 [response], nats, of the model's distribution at the sampling temperature, before
+    top_k and top_p.
     """
     spans: tuple[Span, ...]
     stop: Stop

@@ -1,14 +1,15 @@
 """Samples one token for each row of a batch, with its own stream of random numbers.
 
-The sampling distribution is softmax(logits / temperature), then
+The model's distribution is softmax(logits / temperature). A token is drawn from it, restricted to
+the tokens that pass both filters, each of which is applied to the whole distribution:
 
-1. only the `top_k` most likely tokens,
-2. of these the smallest set of most likely tokens with at least `top_p` of the remaining
-   probability (nucleus sampling, Holtzman et al. 2020),
+1. `top_k`: the `top_k` most likely tokens;
+2. `top_p`: the smallest set of most likely tokens with at least `top_p` of the probability (nucleus
+   sampling, Holtzman et al. 2020).
 
-renormalised, in the order of Hugging Face `generate`. The returned log-prob is of this
-distribution, so with filters it is not the model's. With `temperature = 0` (greedy) the log-prob is
-the model's, at temperature 1.
+The returned log-prob is the model's, without the filters, as the trainer computes it. SGLang
+applies its filters and returns its log-probs alike (sglang/srt/layers/sampler.py). With
+`temperature = 0` (greedy) the log-prob is the model's at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class RowSampler:
 
         Returns:
             ids: int64 [b].
-            logprobs: float32 [b], nats.
+            logprobs: float32 [b], nats, of the distribution without filters.
         """
         params = self._params
         logits = logits.float()
@@ -87,13 +88,15 @@ class RowSampler:
         """(ids, log-probs) from the most likely tokens only; logits [b, v] fp32, uniform [b, 1]."""
         top_k = self._params.top_k
         top_p = self._params.top_p
+        log_total = torch.logsumexp(logits.double(), dim=-1, keepdim=True)
         # A partial selection replaces the sort of the whole vocabulary.
         if 0 < top_k < logits.shape[-1]:
             values, order = torch.topk(logits, top_k, dim=-1)
         else:
             values, order = torch.sort(logits, dim=-1, descending=True, stable=True)
 
-        probs = torch.softmax(values.double(), dim=-1)
+        all_logprobs = values.double() - log_total
+        probs = all_logprobs.exp()
         if top_p < 1:
             # A token stays while the more likely ones have less than top_p together; so the first
             # always stays.
@@ -104,9 +107,7 @@ class RowSampler:
             probs = probs.masked_fill(is_dropped, 0.0)
 
         picked = _inverse_cdf(probs, uniform)
-        mass = probs.sum(dim=-1)
-        logprobs = (_column_of(probs, picked) / mass).log().float()
-        return _column_of(order, picked), logprobs
+        return _column_of(order, picked), _column_of(all_logprobs, picked).float()
 
 
 def _column_of(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

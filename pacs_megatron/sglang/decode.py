@@ -12,6 +12,17 @@ from pacs_megatron.contracts.samples import SampleRequest, Stop
 from pacs_megatron.errors import RolloutError
 
 _STOPS = {"stop": Stop.EOS, "abort": Stop.ABORTED, "length": Stop.LENGTH}
+_NO_OTHER_CHANGE = {
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""Parameters that change the distribution, at their neutral values.
+
+A server may have other defaults (`--preferred-sampling-params`).
+"""
 _MAX_LOGPROB = 1e-3
 """Nats above 0 that a server's rounding may give a log-prob."""
 
@@ -77,6 +88,7 @@ def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False)
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
+        **_NO_OTHER_CHANGE,
         "max_new_tokens": params.max_response_tokens,
         "sampling_seed": request.seed,
         "no_stop_trim": True,

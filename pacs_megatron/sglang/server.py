@@ -120,6 +120,7 @@ class ServerSpec:
             for name, value in inherited.items()
             if name not in _PROCESS_GROUP_VARIABLES and not name.startswith("TORCHELASTIC_")
         }
+        env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs at the sampling temperature
         if self.host == "127.0.0.1":
             env["GLOO_SOCKET_IFNAME"] = "lo"
         # A server over several hosts needs the TCP store.

@@ -11,8 +11,8 @@ from pacs_megatron.config.schema import MismatchOptions
 logger = logging.getLogger(__name__)
 
 _SAMPLER_ADVICE = (
-    "Check weight sync (rollout.sync.verify=full), the sampler's dtype or quantisation, "
-    "temperature and filters, then packing and layout (mismatch/* in metrics.jsonl)"
+    "Check weight sync (rollout.sync.verify=full), the sampler's dtype or quantisation, then "
+    "packing and layout (mismatch/* in metrics.jsonl)"
 )
 _SCORE_ADVICE = (
     "Set precision.head=fp32 with bf16 weights, lower objective.beta, use "

@@ -143,6 +143,15 @@ def test_a_reference_that_a_resume_adds_is_the_policy_of_the_checkpoint(
         torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=0, msg=name)
 
 
+def test_a_filter_changes_no_log_prob(tmp_path: Path, model: Path) -> None:
+    """Sampler and trainer have the same weights: their log-probs agree, though top_k excludes most
+    tokens.
+    """
+    run_dir = run(tmp_path, model, 1, "parallel.tp=1", "rollout.sampling.top_k=3")
+    for row in read_metrics(run_dir):
+        assert row["mismatch/logprob_abs_max"] < 1e-3 and abs(row["mismatch/ratio"] - 1) < 1e-4
+
+
 def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, model: Path) -> None:
     run_dir = run(
         tmp_path / "healthy", model, 2, "mismatch.max_abs_mean=1e-3", "mismatch.threshold=1e-3"
@@ -152,8 +161,7 @@ def test_mismatch_is_reported_and_the_breaker_saves_and_stops(tmp_path: Path, mo
         assert row["mismatch/logprob_abs_max"] < 1e-3 and abs(row["mismatch/ratio"] - 1) < 1e-4
         assert 0 <= row["mismatch/kl"] < 1e-6
     config = write_tiny_run(tmp_path, model)
-    # The sampler draws from a filtered distribution, whose log-probs are not the policy's.
-    overrides = ("mismatch.max_abs_mean=1e-3", "rollout.sampling.top_p=0.5")
+    overrides = ("mismatch.max_abs_mean=1e-3", "rollout.dtype=bf16")
 
     def on_rank(_rank: int, _world: int) -> str:
         from pacs_megatron.errors import RolloutError

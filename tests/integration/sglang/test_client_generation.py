@@ -49,6 +49,44 @@ def test_tokens_and_logprobs_are_of_the_pushed_model(lab: Lab, temperature: floa
         )  # they are samples, not one answer
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(3, 1.0), (0, 0.5), (8, 0.7)], ids=["top_k", "top_p", "both"]
+)
+def test_filters_restrict_tokens_and_change_no_log_prob(lab: Lab, top_k: int, top_p: float) -> None:
+    """The meaning of log-probs and filters that the embedded sampler has
+    (tests/unit/embedded/test_sampling.py).
+    """
+    temperature = 0.7
+    tolerance = BF16_NATS / temperature
+    with lab.opened(weights=1):
+        asked = sample_requests(
+            64, tag=f"f{top_k}{top_p}", temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        ranks: list[int] = []
+        beyond: list[bool] = []
+        for sample in lab.engine.stream(asked):
+            expected = lab.logprobs(1, sample.token_ids, temperature)[sample.prompt_len - 1 :]
+            chosen = expected.gather(1, _column(sample.response_ids))
+            np.testing.assert_allclose(
+                sample.sampler_logprobs, chosen[:, 0].numpy(), atol=tolerance
+            )
+            # Tokens that are more likely beyond the difference of two arithmetics.
+            is_likelier = expected > chosen + 2 * tolerance
+            mass = (expected.exp() * is_likelier).sum(1)
+            ranks += is_likelier.sum(1).tolist()
+            assert int(is_likelier.sum(1).max()) < (top_k or expected.shape[1])
+            assert float(mass.max()) < top_p + tolerance
+            if top_k:
+                before = (expected.exp() * (expected > chosen)).sum(1)
+                of_top_k = expected.exp().topk(top_k).values.sum(1)
+                beyond += (before >= top_p * of_top_k).tolist()
+        assert max(ranks) > 0
+        if top_k and top_p < 1:
+            # About a quarter; none if top_p applied to the tokens that top_k leaves.
+            assert np.mean(beyond) > 0.1
+
+
 def test_greedy_is_the_models_argmax(lab: Lab) -> None:
     with lab.opened():
         for sample in lab.engine.stream(sample_requests(8, tag="g", temperature=0.0)):

@@ -98,6 +98,26 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "rollout.sampling.temperature=0 is greedy: all responses of a group are",
         ),
         (
+            ["rollout.sampling.temperature=1e-7"],
+            "temperature=1e-07 is below 1e-05, where SGLang samples greedily",
+        ),
+        (
+            ["objective={name: grpo, importance: truncate}", "rollout.sampling.top_k=3"],
+            "rollout.sampling.top_k=3 with objective.importance=truncate: the importance weight is",
+        ),
+        (
+            ["objective={name: rloo, importance: mask}", "rollout.sampling.top_p=0.9"],
+            "rollout.sampling.top_p=0.9 with objective.importance=mask",
+        ),
+        (
+            [
+                "objective={name: pacs, importance_cap: 2.0}",
+                "rollout.sampling={max_response_tokens: 512, top_k: 20, top_p: 0.8}",
+            ],
+            "rollout.sampling.top_k=20 and rollout.sampling.top_p=0.8 with "
+            "objective.importance_cap=2.0",
+        ),
+        (
             ["batch.samples_per_prompt=1"],
             "compares the samples of a prompt; use at least 2 (override)",
         ),

@@ -82,6 +82,12 @@ def test_the_request_contains_all_sampling_parameters(
         "sampling_seed": 2**62 + 1,
         "no_stop_trim": True,
         "stop": ["\n\n"],
+        # Neutral values: a server may have other defaults.
+        "min_p": 0.0,
+        "min_new_tokens": 0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
     }
 
 

@@ -414,6 +414,14 @@ def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(
         assert started(server) * 60 == pytest.approx(35, abs=0.02)
 
 
+def test_log_probs_have_the_temperature_with_every_environment_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    inherited = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    environment = spec(tmp_path).environment(inherited, tmp_path / "store", 2)
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+
+
 @pytest.mark.parametrize("line", [MOVED, RESTARTED, SENT_AGAIN])
 def test_the_log_lines_that_long_tests_wait_for_exist(line: str) -> None:
     """A changed line made tests with real servers wait for their limit; they run in `make
