@@ -29,6 +29,7 @@ from pacs_megatron.data import stop_token_ids
 from pacs_megatron.embedded.sampling import RowSampler
 from pacs_megatron.embedded.weight_inbox import WeightInbox
 from pacs_megatron.errors import RolloutError
+from pacs_megatron.models import load_spec
 
 ATTENTION = "pacs_grouped_queries"
 """name of `grouped_attention` in transformers"""
@@ -145,7 +146,7 @@ class EmbeddedEngine(WeightInbox):
         self._model = _build(model_path, _DTYPES[options.dtype], self._device)
         super().__init__(self._model)
         self._eos = torch.tensor(sorted(vocabulary.eos_token_ids), device=self._device)
-        self._max_context = _max_context(self._model.config)
+        self._max_context = load_spec(model_path).max_context
 
     def stream(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
@@ -444,22 +445,6 @@ def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:
         if tensor.is_floating_point():
             tensor.detach().fill_(torch.nan)
     return model
-
-
-def _max_context(config: Any) -> int:
-    """Maximum length of a sequence in tokens.
-
-    It is the context, or the window of sliding-attention layers, which this engine does not mask.
-    """
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        has_window = getattr(config, "sliding_window", None) is not None
-    else:
-        has_window = "sliding_attention" in layer_types
-    limit = int(config.max_position_embeddings)
-    if has_window:
-        return min(limit, int(config.sliding_window))
-    return limit
 
 
 def grouped_attention(

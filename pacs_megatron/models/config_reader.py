@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pacs_megatron.errors import ConversionError, shown
+from pacs_megatron.models.config_keys import DEFAULTS, NEUTRAL_ROPE_KEYS, ROPE_KEYS, rejected_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,18 @@ class ModelSpec:
     dtype: str
     """As the config declares it: `float32`, `bfloat16` or `float16`"""
 
+    @property
+    def max_context(self) -> int:
+        """Maximum length of a sequence, in tokens.
+
+        With `linear` scaling `max_positions` is the length before scaling, with `llama3` the one
+        after it.
+        """
+        scaling = self.rope_scaling
+        if scaling is not None and scaling["rope_type"] == "linear":
+            return int(self.max_positions * float(scaling["factor"]))
+        return self.max_positions
+
     def critic(self) -> "ModelSpec":
         """The architecture of a critic: a value in the place of the output layer."""
         return replace(self, head="value", tied=False)
@@ -59,11 +72,6 @@ class ModelSpec:
 
 _DEFAULT_THETA = 10000.0
 """transformers' default of every supported family, for configs without the key"""
-_SCALINGS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""`rope_type` -> its keys"""
 _RANGES = {
     "rms_norm_eps": (1e-20, 0.1),
     "rope_theta": (1.0, 1e15),
@@ -87,8 +95,9 @@ class ConfigReader:
     """
 
     def __init__(self, config: Mapping[str, Any], family: str) -> None:
-        self.config = config
+        self.config = {**DEFAULTS[family], **config}
         self.family = family
+        self._written = frozenset(config)
 
     def integer(self, key: str, limit: int = MAX_SIZE) -> int:
         """A positive integer."""
@@ -97,6 +106,11 @@ class ConfigReader:
     def optional_integer(self, key: str) -> int | None:
         """None where the key is missing or null."""
         return None if self.config.get(key) is None else self.integer(key)
+
+    def count(self, key: str) -> int:
+        """An integer of at least 0."""
+        value = self._required(key)
+        return 0 if type(value) is int and value == 0 else self.integer(key)
 
     def number(self, key: str) -> float:
         """A float in its range."""
@@ -109,22 +123,27 @@ class ConfigReader:
             raise wrong_value(key, value, "true or false")
         return bool(value)
 
-    def reject(self, key: str, *, unless: tuple[Any, ...], reason: str) -> None:
-        """Raises ConversionError if the key has a value outside `unless`; a missing or null key
-        passes.
-        """
-        value = self.config.get(key)
-        if value is not None and value not in unless:
-            place = f"config.json: {key}={shown(value)}"
-            allowed = " or ".join(map(repr, unless))
+    def reject_unsupported(self, *, is_dense: bool) -> None:
+        """Raises ConversionError for a key of `config_keys.REJECTED` without a neutral value."""
+        for key, rule in rejected_keys(self.family, is_dense=is_dense).items():
+            value = self.config.get(key)
+            if value is None or any(_is_same(value, neutral) for neutral in rule.unless):
+                continue
+            fix = "use another checkpoint"
+            if rule.unless:
+                fix = f"supported: {' or '.join(map(repr, rule.unless))}"
             raise ConversionError(
-                f"{place} is not supported for {self.family} ({reason}); supported: {allowed}"
+                f"config.json: {key}={shown(value)} is not supported for {self.family} "
+                f"({rule.reason}); {fix}"
             )
 
-    def reject_sliding_window(self, window_in_use: bool) -> None:
-        """Raises ConversionError for a sliding window: the policy has full attention only.
+    def reject_window(self, window: int | None, max_context: int) -> None:
+        """Raises ConversionError if a layer's attention is not full.
 
-        `layer_types`, where present, takes precedence over `window_in_use`.
+        Args:
+            window: sliding window that some layer uses, in tokens; None if no layer uses one.
+            max_context: maximum length of a sequence; a window of at least this length hides
+                nothing.
         """
         layer_types = self.config.get("layer_types")
         if layer_types is not None:
@@ -133,29 +152,34 @@ class ConfigReader:
                 raise wrong_value(
                     "layer_types", layer_types, f"one entry for each of {num_layers} layers"
                 )
-            window_in_use = any(kind != "full_attention" for kind in layer_types)
-        if window_in_use:
+            other_types = [kind for kind in layer_types if kind != "full_attention"]
+            if other_types:
+                raise ConversionError(
+                    f"config.json: layer_types has {shown(other_types[0])}, which is not supported "
+                    f"for {self.family} (a sliding-window or another attention); use a checkpoint "
+                    "with full attention"
+                )
+        if window is not None and window < max_context:
+            written = "" if "sliding_window" in self._written else ", transformers' default"
             raise ConversionError(
-                "config.json: sliding-window attention "
-                f"(sliding_window={self.config.get('sliding_window')!r}) is not supported for "
-                f"{self.family}; use a checkpoint with full attention"
+                f"config.json: sliding-window attention (sliding_window={window}{written}) is not "
+                f"supported for {self.family} with sequences of up to {max_context} tokens; use a "
+                "checkpoint with full attention"
             )
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling); scaling is None or has `rope_type` and that type's numbers."""
         parameters = self._rope_parameters()
         theta = self._rope_theta(parameters)
-
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind is None or kind == "default":
+        kind = _rope_type(parameters)
+        self._check_rope_keys(parameters, kind)
+        if kind == "default":
             return theta, None
-        if not isinstance(kind, str) or kind not in _SCALINGS:
-            raise _unsupported("rope_type", kind, ("default", *_SCALINGS))
-        missing = [key for key in _SCALINGS[kind] if key not in parameters]
+
+        missing = [key for key in ROPE_KEYS[kind] if parameters.get(key) is None]
         if missing:
             raise ConversionError(f"config.json: rope_type={kind!r} lacks {', '.join(missing)}")
-
-        scaling = {key: parameters[key] for key in _SCALINGS[kind]}
+        scaling = {key: parameters[key] for key in ROPE_KEYS[kind]}
         for key, value in scaling.items():
             if key in _RANGES:
                 _number(key, value)
@@ -165,7 +189,38 @@ class ConfigReader:
             raise wrong_value(
                 "high_freq_factor", scaling["high_freq_factor"], "more than low_freq_factor"
             )
+        self._check_original_positions(scaling)
         return theta, {"rope_type": kind} | scaling
+
+    def _check_rope_keys(self, parameters: Mapping[str, Any], kind: str) -> None:
+        """Raises ConversionError for a key that this type of rotation does not use."""
+        used = {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind]}
+        for key, value in parameters.items():
+            if key in used or value is None:
+                continue
+            if isinstance(value, Mapping):
+                raise ConversionError(
+                    f"config.json: rope parameters by layer type ({key[:60]!r}) are not supported "
+                    f"for {self.family} (all layers rotate alike); write the object of "
+                    f"{key[:60]!r} in their place if all layers have this type"
+                )
+            if key not in NEUTRAL_ROPE_KEYS or not _is_same(value, NEUTRAL_ROPE_KEYS[key]):
+                raise ConversionError(
+                    f"config.json: rope parameters have {key[:60]}={shown(value)}, which is not "
+                    f"supported with rope_type={kind}; remove it if the weights were trained "
+                    "without it"
+                )
+
+    def _check_original_positions(self, scaling: Mapping[str, Any]) -> None:
+        """Raises ConversionError if the key at the top, which transformers and SGLang prefer, has
+        another value than the one of the rotation.
+        """
+        key = "original_max_position_embeddings"
+        outer = self.config.get(key)
+        if key in scaling and outer is not None and outer != scaling[key]:
+            raise wrong_value(
+                key, outer, f"{scaling[key]} as in the rope parameters; remove one of them"
+            )
 
     def _rope_parameters(self) -> Mapping[str, Any]:
         """The object of rotary positions, empty if there is none.
@@ -196,7 +251,7 @@ class ConfigReader:
         """
         thetas = []
         for source in (parameters, self.config):
-            if source.get("rope_theta") is not None:
+            if "rope_theta" in source:
                 thetas.append(_number("rope_theta", source["rope_theta"]))
 
         if not thetas:
@@ -213,7 +268,12 @@ class ConfigReader:
         """transformers 5 writes `dtype`, 4 `torch_dtype`; with neither key transformers loads
         float32.
         """
-        value = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        newer = self.config.get("dtype")
+        older = self.config.get("torch_dtype")
+        if newer is not None and older is not None and newer != older:
+            raise wrong_value("torch_dtype", older, f"{shown(newer)} as dtype has; remove one")
+
+        value = newer or older or "float32"
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
             raise _unsupported("dtype", value, _DTYPES)
@@ -230,6 +290,26 @@ class ConfigReader:
 def wrong_value(key: str, value: Any, expected: str) -> ConversionError:
     """The error of a key's value."""
     return ConversionError(f"config.json: {key}={shown(value)}, expected {expected}")
+
+
+def _rope_type(parameters: Mapping[str, Any]) -> str:
+    """The kind of scaling. Both of its keys must agree: transformers 4 and 5 prefer different
+    ones.
+    """
+    kinds = [parameters[key] for key in ("rope_type", "type") if key in parameters]
+    if not kinds:
+        return "default"
+    if kinds[0] != kinds[-1]:
+        raise wrong_value("type", kinds[-1], f"{shown(kinds[0])} as in rope_type; remove one")
+    kind = kinds[0]
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise _unsupported("rope_type", kind, tuple(ROPE_KEYS))
+    return kind
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equality, where true is not 1."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
 def _unsupported(key: str, value: Any, supported: tuple[str, ...]) -> ConversionError:

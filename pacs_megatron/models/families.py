@@ -92,27 +92,45 @@ EXPERTS = (
 )
 
 
-def _qwen_window(config: ConfigReader) -> bool:
-    """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window."""
+def _qwen_window(config: ConfigReader) -> int | None:
+    """With `use_sliding_window`, Qwen's layers from `max_window_layers` on have a window; with
+    `layer_types`, those of that type.
+    """
+    if not config.boolean("use_sliding_window") or config.config.get("layer_types") is not None:
+        return None
+    first = config.count("max_window_layers")
+    if first >= config.integer("num_hidden_layers", MAX_LAYERS):
+        return None
+    return config.optional_integer("sliding_window")
+
+
+def _qwen_moe_window(config: ConfigReader) -> int | None:
+    """With `use_sliding_window` all layers have a window; `max_window_layers` is not read."""
     if not config.boolean("use_sliding_window"):
-        return False
-    first = config.optional_integer("max_window_layers")
-    return first is None or first < config.integer("num_hidden_layers", MAX_LAYERS)
+        return None
+    return config.optional_integer("sliding_window")
 
 
-def _mistral_window(config: ConfigReader) -> bool:
-    window = config.optional_integer("sliding_window")
-    return window is not None and window < config.integer("max_position_embeddings")
+def _window(config: ConfigReader) -> int | None:
+    """All layers of Mistral have the window.
+
+    Llama has none, but transformers' cache and other programs read the key.
+    """
+    return config.optional_integer("sliding_window")
 
 
 def _qwen_experts(config: ConfigReader) -> MoeSpec:
     """A softmax top-k mixture in every layer, without shared experts."""
-    config.reject("decoder_sparse_step", unless=(1,), reason="every layer has experts")
-    config.reject("mlp_only_layers", unless=([],), reason="every layer has experts")
     # transformers 5 reads both keys and keeps the older one when it saves.
     experts_key = "num_experts" if config.optional_integer("num_experts") else "num_local_experts"
+    num_experts = config.integer(experts_key, MAX_EXPERTS)
+    local_experts = config.optional_integer("num_local_experts")
+    if local_experts not in (None, num_experts):
+        raise wrong_value(
+            "num_local_experts", local_experts, f"{num_experts} as num_experts; remove one of them"
+        )
     moe = MoeSpec(
-        num_experts=config.integer(experts_key, MAX_EXPERTS),
+        num_experts=num_experts,
         top_k=config.integer("num_experts_per_tok"),
         expert_ffn_size=config.integer("moe_intermediate_size"),
         norm_topk_prob=config.boolean("norm_topk_prob"),
@@ -131,8 +149,8 @@ class Family:
     """
 
     layer_rows: tuple[WeightRow, ...]
-    window: Callable[[ConfigReader], bool] | None = None
-    """whether a sliding window is in use; None: the family has none"""
+    window: Callable[[ConfigReader], int | None] = _window
+    """the sliding window that some layer uses, in tokens; None: no layer uses one"""
     experts: Callable[[ConfigReader], MoeSpec] | None = None
     """None: the MLP is dense"""
 
@@ -145,40 +163,26 @@ FAMILIES = {
     # 30B-A3B and 235B-A22B
     "qwen3_moe": Family(
         layer_rows=ATTENTION + QK_NORM + MLP_NORM + EXPERTS,
-        window=_qwen_window,
+        window=_qwen_moe_window,
         experts=_qwen_experts,
     ),
     # Llama 3.x, DeepSeek-R1-Distill-Llama
     "llama": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
     # 7B v0.2 and later, Nemo, Small: with full attention
-    "mistral": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP, window=_mistral_window),
+    "mistral": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
 }
 """`model_type` of config.json -> family"""
 
 
 def _read(family: Family, config: ConfigReader) -> ModelSpec:
     """Raises ConversionError for settings that are not implemented."""
-    qkv_bias = QKV_BIAS[0] in family.layer_rows
-    if family.window is not None:
-        config.reject_sliding_window(family.window(config))
-    if not qkv_bias:
-        config.reject("attention_bias", unless=(False,), reason="attention has no bias")
+    config.reject_unsupported(is_dense=family.experts is None)
     moe = None if family.experts is None else family.experts(config)
-    config.reject("hidden_act", unless=("silu",), reason="the MLP is SwiGLU")
-    config.reject(
-        "quantization_config",
-        unless=(),
-        reason="weights must be plain; dequantise the checkpoint first",
-    )
-    config.reject(
-        "partial_rotary_factor", unless=(1, 1.0), reason="positions rotate the whole head"
-    )
-    config.reject("mlp_bias", unless=(False,), reason="the MLP has no bias")
 
     hidden_size = config.integer("hidden_size")
     num_heads, num_kv_heads, head_dim = _heads(config, hidden_size)
     theta, scaling = config.rope()
-    return ModelSpec(
+    spec = ModelSpec(
         family=config.family,
         num_layers=config.integer("num_hidden_layers", MAX_LAYERS),
         hidden_size=hidden_size,
@@ -193,10 +197,12 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         rope_scaling=scaling,
         norm_eps=config.number("rms_norm_eps"),
         qk_norm=QK_NORM[0] in family.layer_rows,
-        qkv_bias=qkv_bias,
+        qkv_bias=QKV_BIAS[0] in family.layer_rows,
         moe=moe,
         dtype=config.dtype(),
     )
+    config.reject_window(family.window(config), spec.max_context)
+    return spec
 
 
 def _heads(config: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
@@ -239,10 +245,15 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
         return spec
     # Servers choose the model by this class, so it must be one of the family's.
     class_name = str(architectures[0])
-    prefix = f"{model_type.replace('_', '')}for"
-    if class_name and not class_name.lower().startswith(prefix):
-        raise wrong_value("architectures", architectures, f"a class of model_type={model_type}")
-    return spec.critic() if class_name.endswith(CRITIC_CLASS) else spec
+    prefix = model_type.replace("_", "")
+    for suffix in ("ForCausalLM", CRITIC_CLASS):
+        if class_name.lower() == f"{prefix}{suffix}".lower():
+            return spec.critic() if suffix == CRITIC_CLASS else spec
+    raise wrong_value(
+        "architectures",
+        architectures,
+        f"a language model or a critic of model_type={model_type} (ForCausalLM or {CRITIC_CLASS})",
+    )
 
 
 def load_config(path: str | Path) -> dict[str, Any]:

@@ -154,18 +154,20 @@ def _fp8_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Itera
 
 
 def _length_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
-    limit = shape.max_positions
-    scaling = shape.rope_scaling
-    if scaling is not None and scaling["rope_type"] == "linear":
-        # max_position_embeddings is the length before scaling.
-        limit = int(limit * float(scaling["factor"]))
-
+    limit = shape.max_context
     longest = max_sequence_tokens(config)
     if longest > limit:
         yield (
             f"{response_key(config)}={max_response_tokens(config)} + "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} = {longest} positions, but "
             f"{model_name} has max_position_embeddings={limit}; lower one of them"
+        )
+
+    sampling = config.evaluation.sampling
+    if sampling is not None and sampling.max_response_tokens >= limit:
+        yield (
+            f"evaluation.sampling.max_response_tokens={sampling.max_response_tokens} leaves no "
+            f"position for a problem: {model_name} has max_position_embeddings={limit}; lower it"
         )
 
 

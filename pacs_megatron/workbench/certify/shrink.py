@@ -212,8 +212,8 @@ def _tiny_model(
     if "head_dim" in hf:
         sizes["head_dim"] = head_dim
     if spec.moe is not None:
-        experts_key = "num_experts" if "num_experts" in hf else "num_local_experts"
-        sizes[experts_key] = 3 * math.lcm(first.ep, second.ep)
+        num_experts = 3 * math.lcm(first.ep, second.ep)
+        sizes |= {key: num_experts for key in ("num_experts", "num_local_experts") if key in hf}
         sizes["num_experts_per_tok"] = min(spec.moe.top_k, 2)
         sizes["moe_intermediate_size"] = shards * 5 * unit
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -377,8 +376,7 @@ class Shape:
     num_kv_heads: int = 8
     head_dim: int = 128
     ffn_size: int = 17408
-    max_positions: int = 40960
-    rope_scaling: dict[str, Any] | None = None
+    max_context: int = 40960
     moe: Experts | None = None
 
 
@@ -444,13 +442,13 @@ class Shape:
         ),
         (
             [],
-            Shape(max_positions=100),
+            Shape(max_context=100),
             "positions, but M has max_position_embeddings=100; lower one of them",
         ),
         (
-            [],
-            Shape(max_positions=10, rope_scaling={"rope_type": "linear", "factor": 4.0}),
-            "M has max_position_embeddings=40;",
+            [BENCH, "evaluation.sampling={max_response_tokens: 5000}"],
+            Shape(max_context=5000),
+            "evaluation.sampling.max_response_tokens=5000 leaves no position for a problem",
         ),
         (
             [*SERVERS, "rollout.servers.tp=3"],

@@ -201,14 +201,10 @@ def test_rope_scaling_of_both_styles_reads_alike() -> None:
 
 
 def test_defaults_that_transformers_takes_for_missing_keys() -> None:
-    config = {
-        k: v
-        for k, v in QWEN3_14B.items()
-        if k not in ("head_dim", "num_key_value_heads", "torch_dtype")
-    }
-    del config["tie_word_embeddings"]
-    spec = read_spec(config)
-    assert (spec.head_dim, spec.num_kv_heads, spec.dtype, spec.tied) == (128, 40, "float32", False)
+    missing = ("head_dim", "num_key_value_heads", "torch_dtype", "tie_word_embeddings")
+    config = {key: value for key, value in QWEN3_14B.items() if key not in missing}
+    spec = read_spec(config | {"num_attention_heads": 64})
+    assert (spec.head_dim, spec.num_kv_heads, spec.dtype, spec.tied) == (128, 32, "float32", False)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +229,31 @@ def test_defaults_that_transformers_takes_for_missing_keys() -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"torch_dtype": "int4"}, "dtype='int4'"),
+        ({"dtype": "float32"}, "torch_dtype='bfloat16', expected 'float32' as dtype has"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "expected a language model or a"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 2.0}},
+            "type='default', expected 'linear' as in rope_type",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5}},
+            "attention_factor=1.5, which is not supported with rope_type=linear",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+            "factor=2.0, which is not supported with rope_type=default",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5, which is not supported",
+        ),
+        (
+            {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096}
+            | {"rope_theta": 500000.0},
+            "original_max_position_embeddings=4096, expected 64 as in the rope parameters",
+        ),
+        ({"rope_theta": None}, "rope_theta=None, expected a number"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_rejected(change: dict[str, Any], words: str) -> None:
@@ -251,9 +272,22 @@ def test_family_rules() -> None:
     assert (
         read_spec(mistral | {"sliding_window": 32768}).family == "mistral"
     )  # a window as long as the positions
-    with pytest.raises(ConversionError, match="sliding_window=4096"):
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(ConversionError, match="sequences of up to 65536 tokens"):
+        read_spec(mistral | {"sliding_window": 32768} | linear)
+    with pytest.raises(ConversionError, match=r"sliding_window=4096\)"):
         read_spec(mistral | {"sliding_window": 4096})
+    without_window = {key: value for key, value in mistral.items() if key != "sliding_window"}
+    with pytest.raises(ConversionError, match=r"sliding_window=4096, transformers' default\)"):
+        read_spec(without_window)
+    with pytest.raises(ConversionError, match=r"layer_types=.* for Ministral\)"):
+        read_spec(mistral | {"layer_types": ["full_attention"] * 32})
     moe, _ = PUBLISHED["Qwen3-30B-A3B"]
+    # transformers does not read max_window_layers in this family: all layers have the window.
+    with pytest.raises(ConversionError, match="sliding_window=512"):
+        read_spec(moe | window | {"max_window_layers": 48})
+    with pytest.raises(ConversionError, match="num_local_experts=4, expected 128 as num_experts"):
+        read_spec(moe | {"num_local_experts": 4})
     with pytest.raises(ConversionError, match="decoder_sparse_step=2"):
         read_spec(moe | {"decoder_sparse_step": 2})
     with pytest.raises(ConversionError, match="mlp_only_layers"):
@@ -346,6 +380,7 @@ def test_every_number_has_its_range(key: str, value: Any) -> None:
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"head_dim": 127}, "head_dim=127"),
         ({"head_dim": None, "hidden_size": 5121}, "hidden_size=5121"),
+        ({"max_window_layers": -1, "use_sliding_window": True}, "max_window_layers=-1"),
         (
             {"head_dim": None, "num_attention_heads": 10240, "num_key_value_heads": 8},
             "num_attention_heads=10240",
@@ -375,6 +410,24 @@ def test_folder_errors_name_the_file(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConversionError, match=rf"config\.json.*{words}"):
             load_spec(tmp_path)
+
+
+def test_rope_by_layer_type_is_rejected_in_every_family() -> None:
+    """Qwen's classes would read the object of a layer type, others would ignore it and rotate with
+    the default base.
+    """
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    for config, _ in PUBLISHED.values():
+        plain = {key: config[key] for key in config if key not in ("rope_theta", "rope_scaling")}
+        with pytest.raises(ConversionError, match=r"by layer type \('full_attention'\)"):
+            read_spec(plain | {"rope_parameters": nested})
+
+
+def test_linear_scaling_extends_the_context() -> None:
+    config, _ = PUBLISHED["Llama-3.1-8B"]
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert read_spec(config | {"max_position_embeddings": 10}).max_context == 10  # llama3
+    assert read_spec(config | {"max_position_embeddings": 10} | linear).max_context == 40
 
 
 def test_two_scalings_that_differ_are_rejected() -> None:
@@ -420,7 +473,8 @@ def test_two_bases_that_differ_and_another_architecture_are_errors() -> None:
     )
     with pytest.raises(
         ConversionError,
-        match=r"architectures=.*LlamaForCausalLM.*, expected a class of model_type=qwen3",
+        match=r"architectures=.*LlamaForCausalLM.*, expected a language model or a critic of "
+        r"model_type=qwen3",
     ):
         read_spec(config | {"architectures": ["LlamaForCausalLM"]})
 
