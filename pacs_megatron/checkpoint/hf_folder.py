@@ -22,14 +22,20 @@ from pacs_megatron.checkpoint.safetensors_file import (
 )
 from pacs_megatron.checkpoint.staging import StagedFolder
 from pacs_megatron.config.text import MAX_NAME_BYTES
-from pacs_megatron.errors import CheckpointError
-from pacs_megatron.models import Entry, load_config
+from pacs_megatron.errors import CheckpointError, ConversionError
+from pacs_megatron.models import Entry, WeightTable, load_config
 from pacs_megatron.models.table import CRITIC_CLASS
 from pacs_megatron.runtime.files import is_file, naming, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_ADAPTER_NAME = "adapter_config.json"
+_MISTRAL_NAME = "consolidated.safetensors"
+"""The same weights under Mistral's names; transformers and SGLang skip it, too."""
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_ROTARY_TABLE = ".rotary_emb.inv_freq"
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of one file, unless a single tensor is larger."""
@@ -48,7 +54,7 @@ class HfFolder:
         Raises:
             ConversionError: for config.json.
             CheckpointError: with the file or tensor that is missing, truncated, duplicate or not in
-                the index.
+                the index, or with a file that makes other programs load other weights.
         """
         self.path = Path(path)
         if not self.path.is_dir():
@@ -56,6 +62,11 @@ class HfFolder:
                 f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint"
             )
         self.config: dict[str, Any] = load_config(self.path)
+        if (self.path / _ADAPTER_NAME).exists():
+            raise CheckpointError(
+                f"{self.path / _ADAPTER_NAME}: transformers would add this adapter to the weights, "
+                "and this program would not; merge it into them, or remove it"
+            )
         self._file_of = self._open()
         self._check_dtypes()
         self.names: tuple[str, ...] = tuple(self._file_of)
@@ -91,6 +102,12 @@ class HfFolder:
             return dict.fromkeys(single.tensors, single)
 
         weight_map = _read_weight_map(index)
+        if (self.path / SINGLE_NAME).exists() and SINGLE_NAME not in weight_map.values():
+            raise CheckpointError(
+                f"{self.path} has both {SINGLE_NAME}, which transformers loads, and {INDEX_NAME} "
+                f"of other files ({min(weight_map.values(), default='none')}, ...), which this "
+                "program and SGLang load; remove the one that is left over"
+            )
         file_of: dict[str, SafetensorsFile] = {}
         for file_name in sorted(set(weight_map.values())):
             file = SafetensorsFile(self.path / file_name)
@@ -117,6 +134,12 @@ class HfFolder:
         """The file of a folder without an index. Raises CheckpointError if there is none."""
         single = self.path / SINGLE_NAME
         if single.exists():
+            others = {path.name for path in self.path.glob("*.safetensors")} - {SINGLE_NAME}
+            if others - {_MISTRAL_NAME} or len(others) > 1:
+                raise CheckpointError(
+                    f"{self.path} has no {INDEX_NAME}, but {SINGLE_NAME} and {min(others)}; SGLang "
+                    f"would load both, transformers the first; remove the other one"
+                )
             return SafetensorsFile(single)
         if any(self.path.glob("model-*.safetensors")):
             raise CheckpointError(
@@ -167,6 +190,54 @@ def _read_weight_map(index: Path) -> dict[str, str]:
                 f"{index} names {file_name[:100]!r}, which is not a file of this folder"
             )
     return weight_map
+
+
+def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
+    """Checks that every row has its tensors, with the right shape, and every tensor a row.
+
+    Returns:
+        Names of redundant tensors.
+
+    Raises:
+        ConversionError: names the first tensor that does not fit.
+    """
+    left_out = [name for name in folder.names if name not in table.by_hf]
+    for name in left_out:
+        _check_redundant(folder, table, name)
+
+    present = set(folder.names)
+    for entry in table.entries:
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            if name not in present:
+                raise ConversionError(
+                    f"{folder.path} lacks {name}, which makes {entry.megatron_name}; get a "
+                    "complete copy"
+                )
+            stored_shape = folder.info(name).shape
+            if stored_shape != shape:
+                raise ConversionError(
+                    f"{folder.path}: {name} is {list(stored_shape)}, expected {list(shape)} from "
+                    "config.json; the two are of different models, get another copy"
+                )
+    return left_out
+
+
+def _check_redundant(folder: HfFolder, table: WeightTable, name: str) -> None:
+    """Raises ConversionError if a tensor without a row has weights of its own."""
+    if name.endswith(_ROTARY_TABLE):
+        return
+    if name != _OUTPUT or not table.spec.tied:
+        raise ConversionError(
+            f"{folder.path} contains {name}, which no row of the table of family "
+            f"{table.spec.family} maps; the checkpoint and its config.json are of different "
+            "architectures"
+        )
+    if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
+        raise ConversionError(
+            f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
+            f"differs from {_EMBEDDING}; set tie_word_embeddings to false if the output "
+            "layer has its own weights"
+        )
 
 
 class HfFolderWriter:

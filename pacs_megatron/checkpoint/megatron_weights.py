@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX, DistReader
-from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder
+from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder, check_names
 from pacs_megatron.checkpoint.manifest import (
     DIST_FOLDER,
     HF_FOLDER,
@@ -112,11 +112,20 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
 
 def open_weights(path: str | Path, *, digests: bool = True) -> HfFolder | MegatronWeights:
     """The weights at `model.path`: a Hugging Face folder, a converted checkpoint or a training
-    checkpoint.
+    checkpoint. Checks names and shapes.
+
+    Args:
+        path: the folder.
+        digests: whether every file of a Megatron checkpoint is first compared with its manifest.
+
+    Raises:
+        CheckpointError, ConversionError: names the first file or tensor that does not fit.
     """
     if is_megatron_checkpoint(path):
         return MegatronWeights(path, digests=digests)
-    return HfFolder(path)
+    folder = HfFolder(path)
+    check_names(folder, weight_table(read_spec(folder.config)))
+    return folder
 
 
 def find_checkpoint(path: str | Path, step: int | None) -> Path:

@@ -18,6 +18,7 @@ from pacs_megatron.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     HfFolder,
     HfFolderWriter,
+    check_names,
     copy_hf_metadata,
     hf_tensors,
     metadata_files,
@@ -35,7 +36,7 @@ from pacs_megatron.checkpoint.safetensors_file import TensorInfo
 from pacs_megatron.checkpoint.staging import StagedFolder, check_free_disk
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME, ConversionCertificate
 from pacs_megatron.convert.pipeline import WORKERS, Task, run_tasks
-from pacs_megatron.convert.verify import DTYPES, FILES, check_names, compare, files_check
+from pacs_megatron.convert.verify import DTYPES, FILES, compare, files_check
 from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import torch
 
-from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.hf_folder import HfFolder, check_names
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.convert.certificate import ConversionCertificate
 from pacs_megatron.convert.logits import LogitsOptions, check_layout, compare_logits
 from pacs_megatron.convert.pipeline import Task, run_tasks
 from pacs_megatron.errors import ConversionError
-from pacs_megatron.models import Entry, ModelSpec, WeightTable, read_spec, weight_table
+from pacs_megatron.models import Entry, ModelSpec, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 
 FILES = "files of the checkpoint"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OUTPUT = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-_ROTARY_TABLE = ".rotary_emb.inv_freq"
 _NOT_COMPARED = {"dtype", "max_positions"}
 """Fields of ModelSpec that may differ between a folder and a checkpoint of the same weights."""
 
@@ -89,54 +86,6 @@ def _check_specs(folder: HfFolder, spec: ModelSpec, weights: MegatronWeights) ->
                 f"{folder.path}: config.json has {name}={folder_value}, {weights.path} has "
                 f"{checkpoint_value}"
             )
-
-
-def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
-    """Checks that every row has its tensors, with the right shape, and every tensor a row.
-
-    Returns:
-        Names of redundant tensors.
-
-    Raises:
-        ConversionError: names the first tensor that does not fit.
-    """
-    left_out = [name for name in folder.names if name not in table.by_hf]
-    for name in left_out:
-        _check_redundant(folder, table, name)
-
-    present = set(folder.names)
-    for entry in table.entries:
-        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
-            if name not in present:
-                raise ConversionError(
-                    f"{folder.path} lacks {name}, which makes {entry.megatron_name}; get a "
-                    "complete copy"
-                )
-            stored_shape = folder.info(name).shape
-            if stored_shape != shape:
-                raise ConversionError(
-                    f"{folder.path}: {name} is {list(stored_shape)}, expected {list(shape)} from "
-                    "config.json; the two are of different models, get another copy"
-                )
-    return left_out
-
-
-def _check_redundant(folder: HfFolder, table: WeightTable, name: str) -> None:
-    """Raises ConversionError if a tensor without a row has weights of its own."""
-    if name.endswith(_ROTARY_TABLE):
-        return
-    if name != _OUTPUT or not table.spec.tied:
-        raise ConversionError(
-            f"{folder.path} contains {name}, which no row of the table of family "
-            f"{table.spec.family} maps; the checkpoint and its config.json are of different "
-            "architectures"
-        )
-    if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
-        raise ConversionError(
-            f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
-            f"differs from {_EMBEDDING}; set tie_word_embeddings to false if the output "
-            "layer has its own weights"
-        )
 
 
 def files_check(weights: MegatronWeights, *, verified: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.hf_folder import HfFolder, check_names
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, newest_step, position_of
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
@@ -22,6 +22,7 @@ from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import CheckpointError, ConfigError, RewardError
+from pacs_megatron.models import read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.progress import Progress
@@ -122,15 +123,22 @@ def run_eval(
 
 # ------------------------------------------------------------------------------------------ models
 def _folder_of(model: str) -> HfFolder:
-    """The Hugging Face folder of an argument; a checkpoint is exported to hf_exports/ of its run,
-    once; it may be pruned then.
+    """The Hugging Face folder of an argument, with the tensors of its config.json.
+
+    A checkpoint is exported to hf_exports/ of its run, once; it may be pruned then.
     """
-    path = Path(model)
+    folder = HfFolder(_path_of(Path(model)))
+    check_names(folder, weight_table(read_spec(folder.config)))
+    return folder
+
+
+def _path_of(path: Path) -> Path:
+    """The Hugging Face folder's path; exports a checkpoint if needed."""
     is_run = (path / CONFIG_FILE).is_file() and not (path / "config.json").exists()
     if is_run:
         step = newest_step(path)
         if (path / "hf").is_dir() or step is None:
-            return HfFolder(path / "hf")
+            return path / "hf"
         path = path / "checkpoints" / f"step_{step:06d}"
 
     export = path.absolute().parent.parent / "hf_exports" / path.name
@@ -141,7 +149,7 @@ def _folder_of(model: str) -> HfFolder:
             logger.info("exporting %s to %s", path, export)
             megatron_to_hf(path, ConversionOptions(out=export), step=None)
         path = export
-    return HfFolder(model_folder(str(path), "--model"))
+    return model_folder(str(path), "--model")
 
 
 def _names(folders: Sequence[HfFolder]) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from pacs_megatron.checkpoint.hf_folder import HfFolder
+from pacs_megatron.checkpoint.hf_folder import HfFolder, check_names
 from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
@@ -207,8 +207,6 @@ def _read_model(path: str) -> str:
 
     Raises PacsError if files or tensors are missing.
     """
-    from pacs_megatron.convert.verify import check_names
-
     checkpoint = local_path(path)
     if (checkpoint / MANIFEST_NAME).is_file():
         check_files(checkpoint, read_manifest(checkpoint), digests=False)

@@ -272,6 +272,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "index.json is missing",
     ),
     "config missing": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "another save beside the index": (
+        lambda f: save_file({"a": torch.ones(1)}, f / "model.safetensors"),
+        r"both model\.safetensors, which transformers loads, and model\.safetensors\.index\.json",
+    ),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "adapter_config.json: transformers would add this adapter",
+    ),
 }
 
 
@@ -326,6 +334,46 @@ def _open_or_named_error(folder: Path) -> None:
         assert all(opened.get(name).shape == opened.info(name).shape for name in opened.names)
     except (CheckpointError, ConversionError) as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("stray", ["model-00001-of-00002", "adapter_model", "model.fp16"])
+def test_weights_beside_a_single_file_are_rejected(
+    stray: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Without an index SGLang loads every file, transformers the one."""
+    folder = shutil.copytree(tiny_qwen3, tmp_path / "hf")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / f"{stray}.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors and {stray}\.safetensors"):
+        HfFolder(folder)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("consolidated.safetensors",),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        ("consolidated.safetensors", "model-00009-of-00009.safetensors"),
+    ],
+)
+def test_files_that_every_program_skips_change_nothing(
+    others: tuple[str, ...], written: Path, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """The third only beside an index, which lists what counts."""
+    from transformers import AutoModelForCausalLM
+
+    expected = load_file(tiny_qwen3 / "model.safetensors")
+    for source in (written, tiny_qwen3)[: 1 if len(others) == 2 and "bin" not in others[0] else 2]:
+        folder = shutil.copytree(source, tmp_path / source.name)
+        for name in others:
+            if name.endswith(".safetensors"):
+                save_file({"model.norm.weight": torch.ones(64)}, folder / name)
+            else:
+                (folder / name).write_text("{}")
+        ours = HfFolder(folder)
+        theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert set(ours.names) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(ours.get(name), tensor) and torch.equal(theirs[name], tensor)
 
 
 def test_a_pipe_is_no_file_of_weights(tiny_qwen3: Path, tmp_path: Path) -> None:
