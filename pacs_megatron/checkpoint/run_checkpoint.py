@@ -340,20 +340,27 @@ def _remove(folder: Path) -> None:
 # Reading
 
 
-def verify_checkpoint(folder: Path, channel: ControlChannel) -> None:
-    """Checks identity, and size and digest of every file.
+def verify_checkpoint(
+    folder: Path, channel: ControlChannel, *, is_of_this_run: bool = True
+) -> None:
+    """Checks identity, and size and digest of every file. Collective.
 
-    Collective; raises CheckpointError on every rank.
+    Args:
+        folder: the checkpoint.
+        channel: of all ranks.
+        is_of_this_run: whether the message advises to resume from an older one.
+
+    Raises:
+        CheckpointError: on every rank.
     """
+    advice = f"; or remove {folder} to resume from an older one" if is_of_this_run else ""
     share = slice(channel.rank.rank, None, channel.rank.layout.world_size)
 
     def check() -> None:
         try:
             check_checkpoint(folder, share=share)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; or remove {folder} to resume from an older one"
-            ) from None
+            raise CheckpointError(f"{error}{advice}") from None
 
     channel.run_together(check)
 

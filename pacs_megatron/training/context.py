@@ -86,9 +86,10 @@ def build_on_all_ranks(
 ) -> RunContext:
     """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
     channel = join(config)
-    weights_dir = _weights_dir(model_dir)
-    if latest_checkpoint(run_dir) is None and is_megatron_checkpoint(weights_dir):
-        verify_checkpoint(weights_dir, channel)
+    if latest_checkpoint(run_dir) is None:
+        for source in _initial_weights(config, model_dir):
+            if is_megatron_checkpoint(source):
+                verify_checkpoint(source, channel, is_of_this_run=False)
 
     def build_here() -> RunContext:
         run = build(config, run_dir, model_dir, channel, driver, stop)
@@ -220,16 +221,15 @@ def build_critic(
     Raises ConfigError if its architecture is not the policy's.
     """
     objective = config.objective
-    if not isinstance(objective, PpoOptions):
+    folder = _critic_folder(config, model_dir)
+    if not isinstance(objective, PpoOptions) or folder is None:
         return None
 
-    path = objective.critic.path
-    folder = model_dir if path is None else model_folder(path, "objective.critic.path")
     spec = load_spec(model_dir).critic()
     stored_spec = load_spec(folder).critic()
     if stored_spec != replace(spec, dtype=stored_spec.dtype):
         raise ConfigError(
-            f"objective.critic.path={path} has another architecture than "
+            f"objective.critic.path={objective.critic.path} has another architecture than "
             f"model.path={config.model.path}; use a critic of the policy's architecture, or remove "
             "the key"
         )
@@ -243,6 +243,7 @@ def build_critic(
 
 def _load_critic(critic: Critic, weights_dir: Path) -> None:
     """Loads the weights of a critic or of a language model, whose new head starts at 0."""
+    # Without digests: each rank has checked a share of the files before.
     stored = open_weights(weights_dir, digests=False)
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in critic.table.entries:
@@ -284,6 +285,24 @@ def _check_gpus(config: RunConfig) -> None:
             f"{num_ranks} ranks on {socket.gethostname()}; run `pacs-megatron preflight` for the "
             "reason, or set it to 0 to train on the CPU"
         )
+
+
+def _critic_folder(config: RunConfig, model_dir: Path) -> Path | None:
+    """config.json of the critic's initial weights; None without a critic."""
+    objective = config.objective
+    if not isinstance(objective, PpoOptions):
+        return None
+    path = objective.critic.path
+    return model_dir if path is None else model_folder(path, "objective.critic.path")
+
+
+def _initial_weights(config: RunConfig, model_dir: Path) -> list[Path]:
+    """The folders that a run without a checkpoint reads weights from, each once."""
+    folders = [model_dir]
+    critic_folder = _critic_folder(config, model_dir)
+    if critic_folder is not None and critic_folder != model_dir:
+        folders.append(critic_folder)
+    return [_weights_dir(folder) for folder in folders]
 
 
 def _weights_dir(model_dir: Path) -> Path:

@@ -28,6 +28,7 @@ from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
 from pacs_megatron.errors import PacsError
 from pacs_megatron.models import load_spec, weight_table
 from pacs_megatron.models.hub import model_folder
+from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.observability.writers import check_wandb
 from pacs_megatron.runtime.files import GIB, read_rows
 from pacs_megatron.runtime.run_folder import METRICS_FILE, changed_since, run_folder
@@ -197,6 +198,10 @@ def _model_and_data(loaded: LoadedConfig) -> list[Check]:
         message = "not checked: they need the model's tokenizer"
         return [*checks, Check("warn", "data, reward", message)]
     checks.append(attempt("model.path (tokenizer)", partial(_read_tokenizer, model)))
+    objective = loaded.config.objective
+    if isinstance(objective, PpoOptions) and objective.critic.path is not None:
+        read = partial(_read_model, objective.critic.path)
+        checks.append(attempt("objective.critic.path", read))
     checks += _data(loaded)
     checks += _reward(loaded)
     return checks
