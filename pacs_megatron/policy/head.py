@@ -256,7 +256,7 @@ def _forward_chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, log-partition and entropies of one chunk; its gradients too, if they are known.
 
-    A function of its own, so that a chunk's logits are gone before the next chunk has its own.
+    A function of its own, so that a chunk's logits are freed before the next chunk has its own.
     """
     logits = head.logits(hidden)
     logprob, log_z, entropy = head.statistics(logits, targets)
