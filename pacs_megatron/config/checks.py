@@ -36,6 +36,26 @@ def max_sequence_tokens(config: RunConfig) -> int:
     return config.data.max_prompt_tokens + max_response_tokens(config)
 
 
+def longest_request(config: RunConfig) -> tuple[int, int]:
+    """(prompt, response) limits of the longest request to a server, training or evaluation."""
+    prompt_tokens = config.data.max_prompt_tokens
+    response_tokens = max_response_tokens(config)
+    if config.evaluation.sampling is not None:
+        response_tokens = max(response_tokens, config.evaluation.sampling.max_response_tokens)
+    return prompt_tokens, response_tokens
+
+
+def min_server_context(config: RunConfig) -> int:
+    """Smallest context length, and KV cache, with which SGLang completes the longest request.
+
+    SGLang 0.5.23 rejects a prompt of max_req_len - 5 or more tokens, and clips a response to
+    max_req_len - prompt - 1, where max_req_len is one less than the context and the KV cache
+    (managers/utils.py:272, managers/scheduler.py:2714, managers/tp_worker.py:568).
+    """
+    prompt_tokens, response_tokens = longest_request(config)
+    return prompt_tokens + max(response_tokens + 2, 7)
+
+
 def max_response_tokens(config: RunConfig) -> int:
     """Maximum response length in training, in tokens."""
     return config.rollout.sampling.max_response_tokens
@@ -292,6 +312,17 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.servers.visible_devices with {key}={nodes}: each node assigns its GPUs to "
             "its servers; remove it"
         )
+
+    needed_tokens = min_server_context(config)
+    for name in ("context_length", "max_total_tokens"):
+        tokens = getattr(servers, name)
+        if tokens is not None and tokens < needed_tokens:
+            prompt_tokens, response_tokens = longest_request(config)
+            yield (
+                f"rollout.servers.{name}={tokens}: SGLang shortens a response of "
+                f"{response_tokens} tokens to a prompt of data.max_prompt_tokens={prompt_tokens}; "
+                f"use at least {needed_tokens}"
+            )
 
     needed_gpus = servers.count * servers.tp
     offered_gpus = nodes * resources.gpus_per_node

@@ -144,10 +144,16 @@ class SglangServers(Options):
     """
 
     max_total_tokens: PositiveInt | None = None
-    """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU."""
+    """Size of the KV cache, in tokens; null uses the available memory. Set it on CPU.
+
+    At least prompt and response plus 2.
+    """
 
     context_length: PositiveInt | None = None
-    """Maximum length of prompt and response, in tokens; null uses the model's."""
+    """Context of a server, in tokens; null uses the model's.
+
+    At least prompt and response plus 2: SGLang stops a response earlier.
+    """
 
     colocated: bool = False
     """Run the servers on the trainer's GPUs; they release their memory during training.

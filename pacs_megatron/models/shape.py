@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pacs_megatron.config.checks import (
     changed,
     divisors,
+    longest_request,
     max_response_tokens,
     max_sequence_tokens,
+    min_server_context,
     one_of,
     response_key,
 )
@@ -34,6 +36,7 @@ def shape_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> list
         _expert_problems,
         _fp8_problems,
         _length_problems,
+        _context_problems,
         _server_problems,
     ):
         problems += check(config, shape, model_name)
@@ -168,6 +171,29 @@ def _length_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> It
         yield (
             f"evaluation.sampling.max_response_tokens={sampling.max_response_tokens} leaves no "
             f"position for a problem: {model_name} has max_position_embeddings={limit}; lower it"
+        )
+
+
+def _context_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    """The context of managed servers, which is the model's if it is not set."""
+    servers = config.rollout.managed_servers
+    if servers is None:
+        return
+
+    limit = shape.max_context
+    if servers.context_length is not None and servers.context_length > limit:
+        yield (
+            f"rollout.servers.context_length={servers.context_length}, but {model_name} has "
+            f"{limit} positions, and SGLang does not start with more; use at most {limit}"
+        )
+
+    needed_tokens = min_server_context(config)
+    if servers.context_length is None and needed_tokens > limit:
+        prompt_tokens, response_tokens = longest_request(config)
+        yield (
+            f"{model_name} has {limit} positions, but SGLang needs a context of {needed_tokens} "
+            f"for a response of {response_tokens} tokens to a prompt of data.max_prompt_tokens="
+            f"{prompt_tokens}; lower one of them by {needed_tokens - limit}"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, RunConfig
-from pacs_megatron.config.checks import layout_problems, max_sequence_tokens
+from pacs_megatron.config.checks import layout_problems, min_server_context
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec, read_spec
@@ -115,14 +115,10 @@ class Plan:
             return None
 
         per_token = memory.kv_bytes_per_token(self.spec, servers.tp)
-        longest = max_sequence_tokens(self.config)
+        longest = min_server_context(self.config)
         capacity = int(memory.kv_cache_bytes(self.rollout) / per_token)
         if capacity >= longest:
             return None
-        limit = servers.max_total_tokens
-        if limit is not None and limit < longest:
-            return f"rollout.servers.max_total_tokens (now {limit}; at least {longest})"
-
         weight_bytes = memory.sampler_weight_bytes(rollout, self.spec) / servers.tp
         needed_bytes = weight_bytes + per_token * longest
         fraction = math.ceil(100 * needed_bytes / self.gpu.memory_bytes) / 100

@@ -451,6 +451,18 @@ class Shape:
             "evaluation.sampling.max_response_tokens=5000 leaves no position for a problem",
         ),
         (
+            [*SERVERS, "rollout.servers.context_length=5000"],
+            Shape(max_context=4999),
+            "rollout.servers.context_length=5000, but M has 4999 positions, and SGLang does not "
+            "start with more; use at most 4999",
+        ),
+        (
+            [*SERVERS, "data.max_prompt_tokens=488"],
+            Shape(max_context=1001),
+            "M has 1001 positions, but SGLang needs a context of 1002 for a response of 512 tokens "
+            "to a prompt of data.max_prompt_tokens=488; lower one of them by 1",
+        ),
+        (
             [*SERVERS, "rollout.servers.tp=3"],
             Shape(),
             "rollout.servers.tp=3 does not divide num_attention_heads=40 and "
@@ -461,6 +473,13 @@ class Shape:
 def test_shape(base: Path, overrides: list[str], shape: Shape, expected: str) -> None:
     problems = shape_problems(load_config(base, overrides).config, shape, "M")
     assert [problem for problem in problems if expected in problem]
+
+
+def test_a_context_that_just_holds_the_longest_request(base: Path) -> None:
+    for last in ([], ["rollout.servers.context_length=1002"]):
+        config = load_config(base, [*SERVERS, "data.max_prompt_tokens=488", *last]).config
+        assert shape_problems(config, Shape(max_context=1002), "M") == []
+        assert len(shape_problems(config, Shape(max_context=1001), "M")) == 1
 
 
 def test_a_dense_width_does_not_bind_a_moe_model(base: Path) -> None:
