@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,25 @@ from pacs_megatron.config.text import (
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.errors import ConfigError
+
+KERNEL_CACHES = {
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_JIT_CACHE_DIR": "sglang/jit",  # does not follow SGLANG_CACHE_DIR
+    "FLASHINFER_WORKSPACE_BASE": "",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "CUDA_CACHE_PATH": "nv",
+}
+"""Environment variable -> subfolder of `kernel_cache`. By default these caches are in $HOME, where
+processes of all nodes wait for each other's locks, and where flock may not work.
+"""
+
+
+def kernel_cache(scratch: str) -> str:
+    """The folder of compiled kernels; the user's own, because several may share `scratch`."""
+    return f"{scratch.rstrip('/')}/pacs-kernels-{os.getuid()}"
 
 
 class ContainerOptions(Options):
@@ -99,7 +119,7 @@ class ClusterConfig(Options):
     """
 
     scratch: PathText | None = None
-    """Node-local folder, set as TMPDIR."""
+    """Node-local folder, set as TMPDIR. Compiled kernels are cached in a subfolder."""
 
     env: dict[EnvironmentName, Line] = Field(default_factory=dict)
     """Environment variables of all tasks, such as HF_HOME."""
@@ -131,6 +151,9 @@ class ClusterConfig(Options):
             variables["NCCL_SOCKET_IFNAME"] = self.network_interface
         if self.scratch is not None:
             variables["TMPDIR"] = self.scratch
+            cache = kernel_cache(self.scratch)
+            for name, subfolder in KERNEL_CACHES.items():
+                variables[name] = f"{cache}/{subfolder}".rstrip("/")
         return variables | self.env
 
     def command_prefix(self) -> list[str]:

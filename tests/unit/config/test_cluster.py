@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from pacs_megatron.config.cluster import load_cluster
+from pacs_megatron.config.cluster import ClusterConfig, load_cluster
 from pacs_megatron.errors import ConfigError
 
 
@@ -48,3 +49,28 @@ def test_a_wrong_file_is_one_line(
         load_cluster(Path("site.yaml"))
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+CACHES = (
+    "SGLANG_CACHE_DIR",
+    "SGLANG_JIT_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TVM_FFI_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+)
+
+
+def test_compiled_kernels_are_cached_below_scratch() -> None:
+    """Not in $HOME, where processes of all nodes wait for each other's locks."""
+    variables = ClusterConfig(name="x", scratch="/scratch/").task_environment()
+    folder = f"/scratch/pacs-kernels-{os.getuid()}"
+    for name in CACHES:
+        assert variables[name] == folder or variables[name].startswith(f"{folder}/"), name
+    # SGLang's kernels do not lie in the folder of another program.
+    assert len({variables[name] for name in CACHES}) == len(CACHES)
+    mine = ClusterConfig(name="x", scratch="/scratch", env={"TRITON_CACHE_DIR": "/mine"})
+    assert mine.task_environment()["TRITON_CACHE_DIR"] == "/mine"
+    assert not set(CACHES) & set(ClusterConfig(name="x").task_environment())
