@@ -182,6 +182,11 @@ class MegatronPolicy:
         """The Megatron models inside the wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
+    def on_microbatch(self, hook: Callable[[], None]) -> None:
+        """Calls `hook` before every micro-batch of every pass."""
+        for model in self.models:
+            model.on_microbatch = hook
+
     def load_weights(self, read: Callable[[str], Tensor]) -> None:
         """Fills the model from Hugging Face tensors, and the optimizer's master weights from it.
 

@@ -6,7 +6,7 @@ not support sequence parallelism, and its local attention does not support packe
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -283,6 +283,8 @@ class PolicyModel(GPTModel):
     want_entropy: bool = False
     loss_gradient: LossGradient | None = None
     """of the next forward pass, if it is known before the pass; see `token_logprobs`"""
+    on_microbatch: Callable[[], None] | None = None
+    """called before the forward pass of every micro-batch"""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")

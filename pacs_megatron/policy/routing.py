@@ -7,6 +7,7 @@ layout can replay it. Recomputed forwards replay the micro-batches in their firs
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import torch
@@ -23,6 +24,20 @@ Routes = dict[int, np.ndarray]
 
 -1 if another rank has them. The array may be flat.
 """
+
+
+class _ReplayList(list[Tensor]):
+    """Megatron's list of the experts that recomputed forwards replay, in int16.
+
+    A pass holds it for all of its micro-batches: int64 needs 3 KB a token for 48 layers and 8
+    experts.
+    """
+
+    def append(self, experts: Tensor) -> None:
+        super().append(experts.to(torch.int16))
+
+    def pop(self, index: SupportsIndex = -1) -> Tensor:
+        return super().pop(index).long()
 
 
 class Routing:
@@ -50,7 +65,10 @@ class Routing:
         self._models = models
         self._routes: Routes = routes or {}
         self._recorded: list[tuple[MicroBatch, Tensor, dict[int, Tensor]]] = []
-        """micro-batch, input index [t] of its tokens, experts int64 [t, top k] of each layer"""
+        """micro-batch, input index [t] of its tokens, experts int16 [t, top k] of each layer"""
+        for model in models:
+            for _, router in _routers(model):
+                router.replay_backward_list = _ReplayList()
 
     @contextlib.contextmanager
     def around(self, model: PolicyModel, batch: MicroBatch) -> Iterator[None]:
@@ -64,6 +82,7 @@ class Routing:
         """
         routers = dict(_routers(model))
         input_index = _input_index(model, batch)
+        is_recomputed = torch.is_grad_enabled() and model.config.recompute_granularity is not None
         if self._can_replay(batch):
             experts = self._experts_to_replay(batch, input_index)
             for layer, router in routers.items():
@@ -74,13 +93,18 @@ class Routing:
             for router in routers.values():
                 router.set_router_replay_action(RouterReplayAction.RECORD)
             yield
-            recorded = {layer: router.recorded_topk_idx for layer, router in routers.items()}
-            self._recorded.append((batch, input_index, recorded))
-            for router in routers.values():
+            recorded = {}
+            for layer, router in routers.items():
                 # A recomputed forward replays this one.
                 router.replay_backward_list.append(router.recorded_topk_idx)
+                recorded[layer] = router.replay_backward_list[-1]
+                router.recorded_topk_idx = None
+            self._recorded.append((batch, input_index, recorded))
 
         for router in routers.values():
+            router.target_topk_idx = None
+            if not is_recomputed:
+                router.replay_backward_list.clear()
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     def _can_replay(self, batch: MicroBatch) -> bool:

@@ -43,6 +43,8 @@ def run_schedule(
         """Megatron's forward step: (output, function of the output of the last chunk)."""
         batch = next(iterator)
         inner = unwrap(model)
+        if inner.on_microbatch is not None:
+            inner.on_microbatch()
         inner.want_entropy = loss is not None
         inner.loss_gradient = None if loss is None else loss.gradient(batch)
 

@@ -154,6 +154,8 @@ def _train(
         )
         run.timer.on_change(watchdog.phase)
         run.channel.on_heartbeat = watchdog.alive
+        for policy in run.models:
+            policy.on_microbatch(watchdog.alive)
         watchdog.start()
         stack.callback(watchdog.close)
         code = loop.train(run)

@@ -128,3 +128,25 @@ def test_the_cut_into_microbatches_does_not_matter(reference: dict[str, Any]) ->
             np.testing.assert_allclose(
                 other["weights"][name], weight, rtol=1e-5, atol=2e-6, err_msg=name
             )
+
+
+def test_every_microbatch_of_every_pass_is_reported(tiny_qwen3: Path) -> None:
+    """On every stage: the watchdog counts it as progress."""
+
+    def on_rank(_rank: int, world: int) -> tuple[int, list[int]]:
+        policy = make_policy(tiny_qwen3, world, tokens_per_microbatch=52, pp=2)
+        objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
+        minibatch = make_part(*random_step(0), policy, 52)
+        reports: list[int] = []
+        counts = []
+        policy.on_microbatch(lambda: reports.append(1))
+        policy.logprobs(minibatch, "step_start")
+        counts.append(len(reports))
+        policy.update(minibatch, objective, None)
+        counts.append(len(reports) - counts[0])
+        return len(minibatch.plan.by_dp_rank[0]), counts
+
+    for planned, (in_pass, in_update) in run_ranks(on_rank, 2):
+        assert planned > 2
+        assert in_pass == planned
+        assert in_update > 1  # without the samples whose gradient is zero

@@ -5,6 +5,7 @@ combine.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +222,28 @@ def test_score_noise_is_measured_when_due_and_changes_no_other_number(
     assert (plain / "hf/model.safetensors").read_bytes() == (
         measured / "hf/model.safetensors"
     ).read_bytes()
+
+
+def test_each_microbatch_is_progress_for_the_watchdog(tmp_path: Path, model: Path) -> None:
+    """An update of minutes is no hang."""
+    config = write_tiny_run(tmp_path, model)
+
+    def on_rank(_rank: int, _world: int) -> tuple[int, list[str]]:
+        from pacs_megatron.training import loop
+        from pacs_megatron.training.main import run_rank
+
+        hooks: list[str] = []
+        real = loop.train
+
+        def look(run: Any) -> Any:
+            for policy in run.models:
+                hooks.extend(one.on_microbatch.__qualname__ for one in policy.models)
+            return real(run)
+
+        # This process ends with the test.
+        loop.train = look
+        return int(run_rank(config, ("parallel.tp=1",))), hooks
+
+    [(code, hooks)] = run_ranks(on_rank, 1, init_process_group=False)
+    assert code == ExitCode.OK
+    assert hooks == ["Watchdog.alive"]
