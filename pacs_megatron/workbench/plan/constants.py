@@ -79,8 +79,8 @@ SGLANG_RELEASED_BYTES = Constant(
     value=1.5 * GIB,
     low=1.0 * GIB,
     high=3.0 * GIB,
-    source="assumed: CUDA context and graphs that a colocated SGLang keeps after it released "
-    "weights and cache",
+    source="assumed: CUDA context and decode graphs that a colocated SGLang keeps after it "
+    "released weights and cache (it captures no prefill graphs)",
 )
 
 # ---------------------------------------------------------------------------- speed of the trainer

@@ -79,7 +79,11 @@ def _verdict(plan: Plan) -> list[str]:
     share = peak.total / limit
     text = f"{_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {phase}"
     if plan.fits:
-        return [f"FITS: at most {text}"]
+        highest = max(part.span[1] for part in plan.parts)
+        range_text = ""
+        if highest > limit:
+            range_text = f"; with the highest assumptions {_gib(highest)}, which does not fit"
+        return [f"FITS: at most {text}{range_text}"]
     return [f"DOES NOT FIT: {text}", *(f"  change {advice}" for advice in _advice(plan))]
 
 

@@ -282,11 +282,6 @@ def test_a_plan_that_does_not_fit_names_what_to_change() -> None:
         ),
         (
             "pacs-qwen3-14b-2n8g-tp4",
-            ["rollout.servers.max_total_tokens=100"],
-            "rollout.servers.max_total_tokens (now 100; at least 9216)",
-        ),
-        (
-            "pacs-qwen3-14b-2n8g-tp4",
             ["parallel.sequence_parallel=false", "batch.tokens_per_microbatch=200000"],
             "parallel.sequence_parallel=true",
         ),
@@ -313,6 +308,15 @@ def test_the_pipeline_bubble_uses_the_given_lengths() -> None:
         assert timing.bubble(loaded.config, plan.layout, lengths) == pytest.approx(
             1 / round(tokens / 9216)
         )
+
+
+@pytest.mark.parametrize(("gpus", "is_tight"), [("h200-groups", True), ("h200", False)])
+def test_a_plan_prints_a_range_that_does_not_fit(tmp_path: Path, gpus: str, is_tight: bool) -> None:
+    both = tmp_path / "both.yaml"
+    run = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
+    both.write_text(f"include: [{run}, {ROOT / 'configs' / 'gpus' / gpus}.yaml]\n")
+    text, fits = run_plan(both, [])
+    assert fits and ("highest assumptions 146.4 GiB, which does not fit" in text) == is_tight
 
 
 def test_a_colocated_server_leaves_something_behind() -> None:
