@@ -20,6 +20,8 @@ _MAX_BYTES = 64 << 20
 FRESH_VERSION = "default"
 """The `weight_version` of a newly started server."""
 UPDATING = "updating"
+WARM_UP_RID = "warm-up"
+"""Id of the request of `SglangApi.warm_up`."""
 
 
 class ServerUnreachableError(RolloutError):
@@ -200,11 +202,41 @@ class SglangApi:
             return False
         return True
 
+    def warm_up(self, timeout_s: float) -> None:
+        """Samples a few tokens as a run does, with `top_p` below 1 and log-probs.
+
+        On a GPU the first such request compiles kernels in the scheduler, which then responds to
+        nothing else for minutes.
+
+        Raises:
+            RolloutError: there was no response, or it has no tokens.
+        """
+        sampling = {"temperature": 1.0, "top_p": 0.5, "max_new_tokens": 4, "sampling_seed": 0}
+        body = {
+            "rid": WARM_UP_RID,
+            "input_ids": [0, 1, 2, 3],
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        self.query("/generate", lambda response: response["meta_info"], body, timeout_s)
+
     def placement(self, timeout_s: float | None = None) -> tuple[int, str]:
         """(tensor-parallel size, device); the scheduler has to respond."""
 
         def read(info: Any) -> tuple[int, str]:
             return int(info["tp_size"]), str(info["device"])
+
+        return self.query("/server_info", read, timeout_s=timeout_s)
+
+    def context_tokens(self, timeout_s: float | None = None) -> int | None:
+        """The smaller of context and KV cache, in tokens; None if the server does not report it.
+
+        `max_req_input_len` is 6 less (SGLang 0.5.23, managers/tp_worker.py:568).
+        """
+
+        def read(info: Any) -> int | None:
+            limit = info.get("max_req_input_len")
+            return None if limit is None else int(limit) + 6
 
         return self.query("/server_info", read, timeout_s=timeout_s)
 

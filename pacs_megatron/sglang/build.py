@@ -186,7 +186,7 @@ def open_engine(
 
     Raises:
         RolloutError: a server does not start.
-        ConfigError: the API key is not valid.
+        ConfigError: the API key is not valid, or no trainer rank uses the GPU of a server.
         ConversionError: the model folder is damaged.
     """
     spec = load_spec(model.path)
@@ -198,12 +198,15 @@ def open_engine(
     if options.servers is None:
         servers = _external_servers(options)
     else:
-        managed = start_servers(
-            server_specs(options, model, folder, routing), options.servers.start_timeout_s
-        )
+        specs = server_specs(options, model, folder, routing)
+        # Before the start: an error after it would leave the servers running.
+        ranks = [
+            _sending_rank(options, index, made.visible_devices) for index, made in enumerate(specs)
+        ]
+        managed = start_servers(specs, options.servers.start_timeout_s)
         servers = [
-            Server(server.api, server, trainer_rank=_sending_rank(options, index, server))
-            for index, server in enumerate(managed)
+            Server(server.api, server, trainer_rank=rank)
+            for server, rank in zip(managed, ranks, strict=True)
         ]
     return _engine(servers, options, spec, routes)
 
@@ -228,14 +231,14 @@ def _engine(
         raise
 
 
-def _sending_rank(options: SglangRollout, index: int, managed: ManagedServer | None = None) -> int:
-    """Trainer rank that sends weights to server `index`.
+def _sending_rank(options: SglangRollout, index: int, devices: str | None = None) -> int:
+    """Trainer rank that sends weights to server `index`, a managed one if it has `devices`.
 
     `broadcast` distributes servers over ranks, and so over the GPUs' network links;
     training/sync.py takes the number modulo the ranks on rank 0's host.
     """
     if options.sync.transport == "broadcast":
         return index
-    if options.sync.transport == "disk" or managed is None:
+    if options.sync.transport == "disk":
         return 0
-    return trainer_rank_of(managed.spec.visible_devices, visible_gpus(os.environ))
+    return trainer_rank_of(devices, visible_gpus(os.environ))

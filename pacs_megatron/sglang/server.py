@@ -31,6 +31,10 @@ GRACE_S = 1.5
 """Seconds between SIGTERM and SIGKILL; a server has no state to save."""
 POLL_S = 0.25
 """Seconds between two checks of a starting server."""
+MIN_WARM_UP_S = 30.0
+"""Shortest time for the first request of a server that was ready just before its timeout."""
+EXIT_S = 3.0
+"""Seconds for a server to end after its connection broke."""
 START_ATTEMPTS = 3
 """Number of attempts to start, because another process may bind the chosen port first."""
 API_KEY = "PACS_SGLANG_API_KEY"
@@ -55,6 +59,10 @@ _PROCESS_GROUP_VARIABLES = (
     "GROUP_RANK",
 )
 """The trainer's; a server must not join its process group."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The trainer's: `expandable_segments`, which Megatron's users set, ends a server that releases its
+memory (torch_memory_saver rejects it).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +98,11 @@ class ServerSpec:
             args += ["--max-total-tokens", str(servers.max_total_tokens)]
         if servers.context_length is not None:
             args += ["--context-length", str(servers.context_length)]
-        # Allows to release weights and KV cache during a training step.
+        # Allows to release weights and KV cache during a training step. Graphs are not released:
+        # SGLANG_MEMORY_SAVER_CUDA_GRAPH, which would allow it, raises NotImplementedError with
+        # SGLang's prefill graphs (model_executor/runner_backend/breakable_cuda_graph_backend.py).
         if servers.colocated and servers.device == "cuda":
-            args += ["--enable-memory-saver"]
+            args += ["--enable-memory-saver", "--disable-prefill-cuda-graph"]
         if self.model.trust_remote_code:
             args += ["--trust-remote-code"]
         if servers.device == "cpu":
@@ -106,7 +116,8 @@ class ServerSpec:
     def environment(
         self, inherited: Mapping[str, str], store: Path, nccl_port: int
     ) -> dict[str, str]:
-        """The server's environment: the trainer's without its process group.
+        """The server's environment: the trainer's without its process group, and for a colocated
+        server without the settings of its allocator.
 
         Args:
             inherited: the trainer's environment.
@@ -121,6 +132,9 @@ class ServerSpec:
             if name not in _PROCESS_GROUP_VARIABLES and not name.startswith("TORCHELASTIC_")
         }
         env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs at the sampling temperature
+        if servers.colocated:
+            for name in _ALLOCATOR_VARIABLES:
+                env.pop(name, None)
         if self.host == "127.0.0.1":
             env["GLOO_SOCKET_IFNAME"] = "lo"
         # A server over several hosts needs the TCP store.
@@ -250,9 +264,7 @@ class ManagedServer:
         # also have this folder. The name cannot be guessed.
         store = Path(f"/dev/shm/pacs-server-{uuid.uuid4().hex}")  # noqa: S108
         environment = self.spec.environment(os.environ, store, nccl_port)
-        command = self.spec.command(self._port, nccl_port)
-        if environment.keys() & {API_KEY, MEM_FRACTION}:
-            command = _with_values_from_environment(command)
+        command = with_start_script(self.spec.command(self._port, nccl_port))
         guard = [sys.executable, "-I", sglang_guard.__file__]
         guard += [str(self.pid_file), str(GRACE_S), str(store)]
         with self.log_path.open("ab") as log:
@@ -274,9 +286,18 @@ class ManagedServer:
         guard = self._guard
         return None if guard is None else guard.poll()
 
+    def _exit_code_within(self, seconds: float) -> int | None:
+        """The server's exit code; None if it does not end in this time."""
+        guard = self._guard
+        if guard is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return guard.wait(seconds)
+        return None
+
     @report_wait("for a rollout server to be ready; its log has details")
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when the server accepts requests.
+        """Returns when the server accepts requests and has answered one.
 
         Raises:
             RolloutError: it exited, was stopped, or was not ready in time. It no longer runs.
@@ -307,6 +328,32 @@ class ManagedServer:
                     f"log {self.log_path}"
                 )
             raise RolloutError(f"rollout server {self.spec.name} {problem}: {log}")
+        self._warm_up(deadline)
+
+    def _warm_up(self, deadline: float) -> None:
+        """Makes the server compile the kernels of sampling before it counts as ready.
+
+        Otherwise the first evaluation compiles them; the server is silent meanwhile, and the fleet
+        ends it after `dead_after_s`.
+        """
+        began = time.monotonic()
+        try:
+            self.api.warm_up(max(deadline - began, MIN_WARM_UP_S))
+        except RolloutError as error:
+            exit_code = self._exit_code_within(EXIT_S)
+            log = tail(self.log_path)
+            self.stop()
+            problem = "did not answer its first request"
+            if exit_code is not None:
+                problem = f"exited with {exit_code} at its first request"
+            raise RolloutError(
+                f"rollout server {self.spec.name} {problem}: {error}; log {self.log_path}: {log}"
+            ) from error
+        logger.info(
+            "rollout server %s answered its first request in %.1f s",
+            self.spec.name,
+            time.monotonic() - began,
+        )
 
     def close(self) -> None:
         """Stops the server for good: a later `start` raises RolloutError."""
@@ -337,11 +384,8 @@ class ManagedServer:
                 _reap_file(self.pid_file)
 
 
-def _with_values_from_environment(command: list[str]) -> list[str]:
-    """The command that runs `sglang/start.py` in place of `-m sglang.launch_server`.
-
-    It adds the arguments whose values are in the server's environment.
-    """
+def with_start_script(command: list[str]) -> list[str]:
+    """The command that runs `sglang/start.py` in place of `-m sglang.launch_server`."""
     module = command.index("-m")
     script = Path(start.__file__).read_text(encoding="utf-8")
     return [*command[:module], "-c", script, *command[module + 2 :]]

@@ -1,8 +1,11 @@
-"""Starts `sglang.launch_server` with arguments from the environment.
+"""Starts `sglang.launch_server` with what only the server's own interpreter knows.
 
 The text of this file is passed to `python -c`, because the server's interpreter has no
 pacs_megatron. It adds
 
+- the folder of the interpreter's programs to PATH: SGLang and flashinfer compile kernels with
+  `ninja`, a package of this environment, and search it on PATH (kernels/jit/utils/compile/ninja.py
+  and flashinfer/jit/cpp_ext.py, `run_ninja`);
 - the API key: every user of the host can read a command line;
 - `--mem-fraction-static`: SGLang takes it as a share of the memory that is free at its start
   (mem_cache/kv_cache_configurator.py:3007 in 0.5.23), so the same value gives a restarted server
@@ -13,6 +16,7 @@ pacs_megatron. It adds
 import os
 import runpy
 import sys
+import sysconfig
 import time
 
 RESERVE = 3 * 2**30
@@ -59,7 +63,19 @@ def memory_share(fraction: float, devices: "list[str]") -> float:
         time.sleep(0.5)
 
 
+def add_programs_to_path() -> None:
+    """Puts the programs of this interpreter's environment first on PATH.
+
+    The interpreter may be the one of a container, whose folders the launcher does not know.
+    """
+    folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
+    inherited = os.environ.get("PATH") or os.defpath
+    # `dict.fromkeys` removes the second of two equal folders.
+    os.environ["PATH"] = os.pathsep.join([*dict.fromkeys(folders), inherited])
+
+
 def main() -> None:
+    add_programs_to_path()
     key = os.environ.pop("PACS_SGLANG_API_KEY", None)
     if key is not None:
         sys.argv += ["--api-key", key]

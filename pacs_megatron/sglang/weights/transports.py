@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -50,6 +51,8 @@ GROUP_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MON
 2 is CleanUpOnly (ProcessGroupNCCL.hpp:167-170): if a server dies inside a broadcast, the group's
 watchdog aborts the group only. The default would end the whole process, rank 0.
 """
+CLOSE_S = 5.0
+"""Seconds to wait for the destructors of groups; a broken group takes longer."""
 _environment_lock = threading.Lock()
 
 
@@ -203,8 +206,8 @@ class _Group:
     backend: Any
     store: TCPStore | None
 
-    def end(self) -> None:
-        """Aborts the group in a thread.
+    def end(self) -> threading.Thread:
+        """Aborts the group in a thread, which it returns.
 
         A gloo group's destructor blocks until its broken broadcast times out.
         """
@@ -216,7 +219,9 @@ class _Group:
             held[0].abort()
             held.clear()
 
-        threading.Thread(target=give_up, name="weight-sync-end", daemon=True).start()
+        thread = threading.Thread(target=give_up, name="weight-sync-end", daemon=True)
+        thread.start()
+        return thread
 
 
 class BroadcastTransport(Transport):
@@ -231,6 +236,7 @@ class BroadcastTransport(Transport):
         super().__init__(timeout_s)
         self._host = host
         self._groups: dict[str, _Group] = {}
+        self._ending: list[threading.Thread] = []
 
     def join(self, api: SglangApi) -> None:
         if api.url not in self._groups:
@@ -293,12 +299,21 @@ class BroadcastTransport(Transport):
     def forget(self, api: SglangApi) -> None:
         group = self._groups.pop(api.url, None)
         if group is not None:
-            group.end()
+            self._ending.append(group.end())
 
     def close(self) -> None:
+        """Ends the groups, and waits for them.
+
+        The end of the process stops daemon threads. One that is in a group's destructor then calls
+        std::terminate: the process ends by SIGABRT.
+        """
         for group in self._groups.values():
-            group.end()
+            self._ending.append(group.end())
         self._groups.clear()
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._ending:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._ending.clear()
 
     def _connect(self, api: SglangApi) -> _Group:
         """A new group with the ranks of one server, which joins at the same time."""

@@ -1,6 +1,7 @@
-"""Checks of SGLang: options, version, and whether a server starts and responds."""
+"""Checks of SGLang: options, version, compilers, and whether a server starts and responds."""
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -9,12 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig
-from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.config.checks import min_server_context
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
+from pacs_megatron.errors import RolloutError
 from pacs_megatron.runtime.waiting import NOT_RUN, try_program
+from pacs_megatron.sglang import start as start_script
 from pacs_megatron.sglang.build import server_apis, server_specs, start_servers
 from pacs_megatron.workbench.preflight.check import Check, attempt, judged
 from pacs_megatron.workbench.preflight.doctor import SGLANG_VERSION_CODE
+from pacs_megatron.workbench.preflight.host import severity
 
 EXPECTED = "0.5.23"
 """Version of SGLang: of requirements/sglang.lock and requirements/sglang-gpu.txt."""
@@ -26,6 +30,29 @@ except (AttributeError, RuntimeError):  # a CPU build
     nccl = "none"
 print(torch.__version__, nccl)
 """
+PROGRAMS_CODE = """
+scope = {{"__name__": "start"}}
+exec({start!r}, scope)
+scope["add_programs_to_path"]()
+
+import os, shutil
+cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+if cuda is None:
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+else:
+    nvcc = shutil.which(cuda + "/bin/nvcc")
+found = {{
+    "ninja": shutil.which("ninja"),
+    "nvcc": nvcc,
+    "c++": shutil.which(os.environ.get("CXX", "c++")),
+}}
+print(" ".join(name for name, path in found.items() if path is None) or "all")
+"""
+"""Prints the programs that SGLang and flashinfer do not find when they compile a kernel; they
+search `nvcc` as kernels/jit/utils/compile/toolchain.py does (SGLang 0.5.23).
+"""
+RETRACT_SINCE = (0, 5, 21)
+"""First SGLang that flushes its cache while paused requests wait; 0.5.20 rejects it."""
 _IMPORT_S = 120.0
 _FIRST_RESPONSE_S = 300.0
 """The first request compiles kernels on a GPU."""
@@ -54,14 +81,14 @@ def check_servers(loaded: LoadedConfig, model_dir: Path | None, *, start: bool) 
     elif rollout.servers is None:
         for url in rollout.urls:
             fix = "start it, or correct the address"
-            yield attempt(key, partial(_request, rollout, url), fix)
+            yield attempt(key, partial(_request, loaded, rollout, url), fix)
     else:
         yield _start(loaded, rollout, rollout.servers, model_dir)
 
 
 # ---------------------------------------------------------------------------- options and versions
 def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
-    """API key, context length, version of SGLang and of NCCL."""
+    """API key, version of SGLang and of NCCL, and what compiles kernels."""
     key_variable = rollout.api_key_env
     if key_variable is not None and not os.environ.get(key_variable):
         message = f"{key_variable} is not set"
@@ -70,25 +97,15 @@ def _options(loaded: LoadedConfig, rollout: SglangRollout) -> Iterator[Check]:
     if servers is None:
         return
 
-    longest = _longest_sequence(loaded)
-    if servers.context_length is not None and servers.context_length < longest:
-        message = f"{servers.context_length} tokens, but prompts and responses may reach {longest}"
-        yield Check("fail", "rollout.servers.context_length", message, f"use at least {longest}")
-
     version = _version(servers)
     yield version
+    if version.level != "fail":
+        yield from _check_pause(rollout, version.message)
+    if version.level != "fail" and servers.device == "cuda":
+        yield check_compilers(servers.python)
     is_nccl_shared = rollout.sync.transport == "broadcast" and servers.device == "cuda"
     if version.level != "fail" and is_nccl_shared:
         yield check_nccl((sys.executable,), servers.python)
-
-
-def _longest_sequence(loaded: LoadedConfig) -> int:
-    """Maximum tokens of a prompt and its response, in training and evaluation."""
-    longest = max_sequence_tokens(loaded.config)
-    sampling = loaded.config.evaluation.sampling
-    if sampling is None:
-        return longest
-    return max(longest, loaded.config.data.max_prompt_tokens + sampling.max_response_tokens)
 
 
 def check_nccl(trainer: tuple[str, ...], servers: tuple[str, ...]) -> Check:
@@ -137,14 +154,60 @@ def _version(servers: SglangServers) -> Check:
     return judged(key, version == EXPECTED, f"sglang {version}", fix, "warn")
 
 
+def _check_pause(rollout: SglangRollout, version: str) -> Iterator[Check]:
+    """Whether this SGLang can update its weights with retracted requests in its queue."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if rollout.sync.pause == "retract" and numbers < RETRACT_SINCE:
+        since = ".".join(map(str, RETRACT_SINCE))
+        message = f"retract, but {version} keeps its cache while retracted requests wait"
+        fix = f"use abort or in_place, or SGLang {since} or later"
+        yield Check("fail", "rollout.sync.pause", message, fix)
+
+
+def check_compilers(python: tuple[str, ...]) -> Check:
+    """Whether servers find the programs with which they compile kernels at their start.
+
+    Args:
+        python: words of the command that starts the servers' interpreter.
+    """
+    key = "rollout.servers (compilers)"
+    code = PROGRAMS_CODE.format(start=Path(start_script.__file__).read_text(encoding="utf-8"))
+    done = try_program([*python, "-c", code], timeout_s=_IMPORT_S)
+    words = done.stdout.split()
+    if done.returncode or not words:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        return Check("warn", key, f"not checked: {lines[-1]}")
+
+    message = "ninja, nvcc and c++ are found"
+    if words != ["all"]:
+        message = f"{', '.join(words)} not found: the server cannot compile its kernels"
+    fix = (
+        "ninja belongs to the servers' environment (pip install ninja); load a CUDA module with "
+        "nvcc, or set CUDA_HOME; c++ is the system's, or set CXX"
+    )
+    return judged(key, words == ["all"], message, fix, severity())
+
+
 # --------------------------------------------------------------------------------- running servers
-def _request(rollout: SglangRollout, url: str) -> str:
-    """Samples one token from a running server. Raises RolloutError or ConfigError."""
+def _request(loaded: LoadedConfig, rollout: SglangRollout, url: str) -> str:
+    """Samples a few tokens from a running server.
+
+    Raises:
+        RolloutError: it does not respond, or its context is too short for the run.
+        ConfigError: the API key is not valid.
+    """
     (api,) = server_apis(rollout, (url,))
     begin = time.monotonic()
-    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    api.query("/generate", lambda response: response["meta_info"], body, _FIRST_RESPONSE_S)
+    api.warm_up(_FIRST_RESPONSE_S)
     seconds = time.monotonic() - begin
+
+    context = api.context_tokens()
+    needed = min_server_context(loaded.config)
+    if context is not None and context < needed:
+        raise RolloutError(
+            f"{url} has a context or KV cache of {context} tokens, and shortens the longest "
+            f"responses; start it with at least {needed} for both"
+        )
     return f"{url} responds in {seconds:.1f} s, weight version {api.weight_version()}"
 
 
@@ -174,7 +237,8 @@ def _start(
             (server,) = start_servers(specs[:1], servers.start_timeout_s)
             try:
                 ready_s = time.monotonic() - begin
-                return f"started in {ready_s:.0f} s and {_request(rollout, server.url)}; ended"
+                response = _request(loaded, rollout, server.url)
+                return f"started in {ready_s:.0f} s and {response}; ended"
             finally:
                 server.close()
 

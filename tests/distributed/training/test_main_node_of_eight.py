@@ -38,6 +38,14 @@ IN_FULL = (
 )
 
 
+WHOLE_ENVIRONMENT = {
+    "python": "/env/bin/python",
+    "home": "/home",
+    "ninja": "/env/bin/ninja",
+    "caches": ["/scratch"],
+}
+
+
 def in_tiers() -> list[object]:
     marks = {IN_TEST: (), **dict.fromkeys(IN_FULL, (pytest.mark.full,))}
     return [
@@ -64,7 +72,9 @@ def test_a_stand_in_server_reports_a_taken_port_as_the_product_expects(tmp_path:
                 "--mem-fraction-static=0.5",
             )
             args = [f"--model-path={tmp_path / 'model'}", *options]
-            answer = host.call(op="serve", args=args, visible="0", pid=0)
+            answer = host.call(
+                op="serve", args=args, visible="0", pid=0, environment=WHOLE_ENVIRONMENT
+            )
         assert answer["code"] == 1 and any(text in answer["reason"] for text in PORT_TAKEN), answer
         memory = host.call(op="memory", gpu=0)
         assert memory["free"] == memory["total"]

@@ -219,7 +219,7 @@ def server_pids(port: str) -> list[int]:
             except OSError:
                 continue
             if (
-                "sglang.launch_server" in words
+                "--nccl-port" in words
                 and port in words
                 and "sglang/guard.py" not in " ".join(words)
             ):

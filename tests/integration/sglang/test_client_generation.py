@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,9 +19,11 @@ import pytest
 
 from pacs_megatron.contracts import Sample, SampleRequest, SamplingOptions, Stop
 from pacs_megatron.errors import RolloutError
-from pacs_megatron.sglang.api import SglangApi
+from pacs_megatron.models import load_spec
+from pacs_megatron.sglang.api import ServerRejectedError, SglangApi
 from pacs_megatron.sglang.fleet import Health
 from tests.integration.sglang.conftest import Lab, num_running, sample_requests, server_pids
+from tests.support.needs import SGLANG_PYTHON
 from tests.support.servers.fake_sglang import FakeSglang
 from tests.support.servers.fault_proxy import FaultProxy, Spoil
 
@@ -310,3 +313,51 @@ def _same_shape(ours: Any, real: Any, where: str) -> None:
             _same_shape(mine, theirs, where)
     else:
         assert type(ours) is type(real), f"{where}: {ours!r} against {real!r}"
+
+
+def test_every_process_of_the_server_finds_ninja_of_its_environment(lab: Lab) -> None:
+    """SGLang and flashinfer compile kernels in the scheduler, a child of the server."""
+    programs = SGLANG_PYTHON.absolute().parent
+    assert (programs / "ninja").exists()
+    paths = []
+    for pid in server_pids(str(urlsplit(lab.url).port)):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        # Its environment in /proc is that of its start; a child with a title has none there.
+        if "--port" not in words:
+            lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            paths += [line for line in lines if line.startswith("PATH=")]
+    assert paths
+    assert {path.removeprefix("PATH=").split(":")[0] for path in paths} == {str(programs)}
+
+
+def test_the_server_needs_two_tokens_more_than_prompt_and_response(lab: Lab) -> None:
+    """The stand-in servers have the same limits."""
+    api = SglangApi(url=lab.url)
+    context = load_spec(lab.folders[0]).max_positions
+    assert api.context_tokens(600.0) == context
+    with FakeSglang() as fake:
+        fake.context = context
+        for prompt, response in ((context - 12, 10), (context - 11, 10), (context - 10, 10)):
+            expected, problem = fake._clip(prompt, response)
+            assert not problem
+            assert generate(api, prompt, response) == expected == context - prompt - 2
+        for prompt in (context - 8, context - 7, context - 6):
+            _, problem = fake._clip(prompt, 1)
+            if problem:
+                with pytest.raises(ServerRejectedError, match="exceeds the maximum allowed length"):
+                    generate(api, prompt, 1)
+            else:
+                assert generate(api, prompt, 1) == 1
+        assert not fake._clip(context - 7, 1)[1] and fake._clip(context - 6, 1)[1]
+
+
+def generate(api: SglangApi, prompt: int, response: int) -> int:
+    """Number of tokens that the server samples."""
+    sampling = {"max_new_tokens": response, "ignore_eos": True, "temperature": 0.0}
+
+    def read(answer: Any) -> int:
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        return len(answer["output_ids"])
+
+    body = {"input_ids": [40 + i % 20 for i in range(prompt)], "sampling_params": sampling}
+    return api.query("/generate", read, body, 600.0)

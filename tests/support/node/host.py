@@ -34,6 +34,8 @@ SITE = Path(__file__).with_name("site")
 WORKING_BYTES = 16 << 30
 """Activations, logits and the caching allocator of a training step, which `_empty_caches` returns.
 """
+GRAPH_BYTES = 3 << 30
+"""CUDA graphs of a server's prefill, to 8,192 tokens"""
 Fault = tuple[int, str]
 """(a server's first GPU, path): the server is killed at its next call of this path"""
 
@@ -137,6 +139,7 @@ class _HostProcess:
                 "version": server.weight_version,
                 "paused": server.paused,
                 "answered": server.answered,
+                "late_compiles": server.late_compiles,
                 "held": digest_of(server.held),
             }
             for _, server in sorted(self._servers.items())
@@ -145,14 +148,26 @@ class _HostProcess:
         return {"servers": servers, "starts": self._starts, "ended": self._ended, **peaks}
 
     def _serve(
-        self, link: socket.socket, args: list[str], visible: str, pid: int
+        self,
+        link: socket.socket,
+        args: list[str],
+        visible: str,
+        pid: int,
+        environment: dict[str, Any],
     ) -> dict[str, Any]:
+        problem = environment_problem(**environment)
+        if problem:
+            return {"code": 1, "reason": problem}
         parser = argparse.ArgumentParser()
         for name in ("--model-path", "--host", "--port", "--tp-size", "--mem-fraction-static"):
             parser.add_argument(name)
+        parser.add_argument("--context-length", type=int, default=0)
+        parser.add_argument("--disable-prefill-cuda-graph", action="store_true")
         given, _ = parser.parse_known_args(args)
         assert len(visible.split(",")) == int(given.tp_size)
         spec = load_spec(given.model_path)
+        if given.context_length > spec.max_positions:  # configs/model_config.py:1309
+            return {"code": 1, "reason": "ValueError: User-specified context_length is greater"}
         dims = ModelDims(
             num_kv_heads=spec.num_kv_heads,
             num_experts=0 if spec.moe is None else spec.moe.num_experts,
@@ -166,10 +181,12 @@ class _HostProcess:
                 dims=dims,
                 scale=self._scale,
                 address=(given.host, int(given.port)),
+                graph_bytes=0 if given.disable_prefill_cuda_graph else GRAPH_BYTES,
             )
         except (ValueError, OutOfMemoryError, OSError) as error:  # OSError: its port was taken
             self._node.clear(f"server[{visible}]")
             return {"code": 1, "reason": str(error)}
+        server.context = given.context_length or spec.max_positions
         server.stops_early = True
         gpu = server.gpus[0]
         for fault in [fault for fault in self._faults if fault[0] == gpu]:
@@ -193,6 +210,26 @@ class _HostProcess:
         server.ended = f"killed in {fault[1]}"  # before the kernel reports the end of the process
         os.kill(pid, signal.SIGKILL)
         server._end_scheduler(server.ended)
+
+
+def environment_problem(python: str, home: str, ninja: str | None, caches: list[str]) -> str:
+    """Why SGLang ends at its first forward on a GPU; "" if it does not.
+
+    Args:
+        python: the interpreter; `ninja` is installed beside it, as SGLang's requirement.
+        home: $HOME, on a file system without locks.
+        ninja: the program that PATH leads to.
+        caches: folders of compiled kernels.
+    """
+    if ninja is None or Path(ninja).parent != Path(python).parent:
+        return (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'ninja' "
+            f"(kernels/jit/utils/compile/ninja.py:156; PATH leads to {ninja})"
+        )
+    for folder in caches:
+        if Path(folder).is_relative_to(home):
+            return f"OSError: [Errno 37] No locks available: '{folder}'"
+    return ""
 
 
 def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
@@ -225,11 +262,17 @@ def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
 
 
 def run_on_gpu(
-    rank: int, config_path: Path, overrides: tuple[str, ...], host: Host | None, scale: float
+    rank: int,
+    config_path: Path,
+    overrides: tuple[str, ...],
+    host: Host | None,
+    scale: float,
+    environment: Mapping[str, str],
 ) -> int:
-    """One rank of the run. With `host`,
-    its handles and its memory are those of GPU `rank` there.
+    """One rank of the run, with the variables of a task on a cluster. With `host`, its handles and
+    its memory are those of GPU `rank` there.
     """
+    os.environ.update(environment)
     from pacs_megatron.sglang.weights import transports
     from pacs_megatron.training import context as context_module
     from pacs_megatron.training import step as step_module

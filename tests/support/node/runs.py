@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
+from pacs_megatron.config.cluster import KERNEL_CACHES, ClusterConfig
 from pacs_megatron.observability.metrics import read_metrics
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS
@@ -56,6 +57,31 @@ class NodeRun:
         assert servers is not None
         return servers.count
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a cluster's tasks that a server inherits."""
+        cluster = ClusterConfig(name="node", scratch=str(self.folder / "scratch"))
+        of_task = cluster.task_environment()
+        return {name: of_task[name] for name in KERNEL_CACHES}
+
+    def _python(self, host: Host) -> list[str]:
+        """The stand-in servers' interpreter: an environment with `ninja` as SGLang's has it.
+
+        It is in none of the folders of PATH. $HOME has no locks.
+        """
+        programs = self.folder / "environment" / "bin"
+        if not programs.exists():
+            programs.mkdir(parents=True)
+            (programs / "python").symlink_to(os.path.realpath(sys.executable))
+            (programs / "ninja").write_text("#!/bin/sh\n")
+            (programs / "ninja").chmod(0o755)
+        variables = [
+            f"PYTHONPATH={SITE}",
+            f"HOME={self.folder / 'home'}",
+            f"PACS_TEST_NODE={host.path}",
+        ]
+        return ["env", "-u", "PYTHONSAFEPATH", *variables, str(programs / "python")]
+
     def exported(self) -> str:
         return digest_of(load_file(self.run_dir / "hf" / "model.safetensors"))
 
@@ -86,6 +112,7 @@ class NodeRun:
             "reward": {"name": "custom", "function": f"{folder}/reward.py:reward", "workers": 2},
             "rollout.sampling.max_response_tokens": 24,
             "rollout.servers.python": python,
+            "rollout.servers.context_length": 128 + 24 + 2,  # as in the file
             "rollout.sync.bucket_mib": 1,
             "rollout.probe_interval_s": 0.3,
             "optimizer.lr": 1e-3,
@@ -108,11 +135,10 @@ class NodeRun:
         sockets = [self.folder / f"host{i}" for i in range(1 + config.resources.rollout_nodes)]
         gpu_bytes = GPU_BYTES[config.resources.gpu]
         hosts = [Host(path, gpu_bytes, scale, self.faults) for path in sockets]
-        environment = ["env", "-u", "PYTHONSAFEPATH", f"PYTHONPATH={SITE}"]
         serving: list[subprocess.Popen[bytes]] = []
         try:
             trainer, *rollout_hosts = hosts
-            python = [*environment, f"PACS_TEST_NODE={trainer.path}", sys.executable]
+            python = self._python(trainer)
             overrides = self.overrides(model, python)
             if rollout_hosts:
                 serving = [
@@ -123,7 +149,12 @@ class NodeRun:
             on_gpus = config.rollout.on_trainer_gpus
             codes = run_ranks(
                 lambda rank, _world: run_on_gpu(
-                    rank, self.config_path, overrides, trainer if on_gpus else None, scale
+                    rank,
+                    self.config_path,
+                    overrides,
+                    trainer if on_gpus else None,
+                    scale,
+                    self.environment,
                 ),
                 NUM_GPUS,
                 init_process_group=False,
@@ -140,23 +171,16 @@ class NodeRun:
 
     def _serve(self, number: int, host: Host, model: Path) -> subprocess.Popen[bytes]:
         """The command of slurm/train.sbatch for one rollout node."""
-        python = [
-            "env",
-            "-u",
-            "PYTHONSAFEPATH",
-            f"PYTHONPATH={SITE}",
-            f"PACS_TEST_NODE={host.path}",
-            sys.executable,
-        ]
         command = [sys.executable, "-m", "pacs_megatron.launch.serve", str(self.folder / "servers")]
         with (self.folder / f"serve{number}.log").open("wb") as log:
             return subprocess.Popen(
-                [*command, str(self.config_path), *self.overrides(model, python)],
+                [*command, str(self.config_path), *self.overrides(model, self._python(host))],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 env={
                     **os.environ,
+                    **self.environment,
                     "SLURMD_NODENAME": f"rollout{number}",
                     "PACS_NODE_ADDR": f"127.0.0.{number + 2}",
                 },
@@ -204,4 +228,5 @@ def check_run(run: NodeRun) -> None:
         server["paused"] for server in servers
     )
     assert all(server["answered"] for server in servers)
+    assert not any(server["late_compiles"] for server in servers)
     assert 0 < run.hosts[0]["real_peak"] < 20 << 30

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from pacs_megatron.errors import PacsError
+from pacs_megatron.sglang.api import WARM_UP_RID
 from pacs_megatron.sglang.weights.checksums import ExpectedChecksums, ModelDims, sha_hash
 from tests.support.servers.weight_server import WeightServer
 
@@ -120,6 +121,11 @@ class GpuServer(WeightServer):
     - KV cache = free after loading - free before loading * (1 - mem_fraction)
       (mem_cache/kv_cache_configurator.py:3007).
       Nothing left: ValueError at the start (the same file, 3051).
+    - The first request with `top_p` below 1 compiles the kernels of flashinfer's sampling
+      (layers/sampler.py:444, flashinfer 0.7.2 jit/sampling.py); `late_compiles` counts those that a
+      sample had to wait for.
+    - CUDA graphs of the prefill are captured unless an argument turns them off
+      (model_executor/cuda_graph_config.py:119), and are not released.
     - Release and resume change what it occupies, and released weights are lost; a failed resume
       ends it (torch_memory_saver).
     - Checksums are of fused parameters, per tensor-parallel rank (utils/weight_checker.py), by the
@@ -136,9 +142,14 @@ class GpuServer(WeightServer):
         dims: ModelDims | None = None,
         scale: float = 1.0,
         nccl: tuple[str, str] | None = None,
+        graph_bytes: int = 0,
         **server: Any,
     ) -> None:
-        """`nccl`: the version of this server and the other one in its groups; None: gloo."""
+        """
+        Args:
+            nccl: the version of this server and the other one in its groups; None: gloo.
+            graph_bytes: of the prefill's CUDA graphs.
+        """
         self.node = node
         self.gpus = [int(number) for number in visible.split(",")]
         self.owner = f"server[{visible}]"
@@ -152,6 +163,9 @@ class GpuServer(WeightServer):
             self.gpus
         )
         self.kv_bytes = self._size_cache(mem_fraction)
+        self._occupy("graphs", graph_bytes)
+        self.late_compiles = 0
+        self._is_compiled = False
         super().__init__(weights, **server)
 
     def _size_cache(self, mem_fraction: float) -> int:
@@ -177,15 +191,35 @@ class GpuServer(WeightServer):
             "version": "0.5.23",
             "tp_size": len(self.gpus),
             "device": "cuda" if self.nccl else "cpu",
+            "max_req_input_len": self.context - 6,
         }
         return web.json_response(info)
+
+    async def _warm_up(self, body: dict[str, Any]) -> web.Response:
+        self._is_compiled |= body["sampling_params"]["top_p"] < 1 and body["return_logprob"]
+        return await super()._warm_up(body)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body["sampling_params"].get("top_p", 1) < 1 and body["rid"] != WARM_UP_RID:
+            self.late_compiles += not self._is_compiled
+            self._is_compiled = True
+        return await super()._generate(request)
 
     def _end_scheduler(self, reason: str) -> web.Response:
         """The scheduler raised: the whole server ends, connections break."""
         self.ended = self.ended or reason
         self.node.clear(self.owner)
-        threading.Thread(target=self.refuse, daemon=True).start()
+        threading.Thread(target=self._end_process, daemon=True).start()
         raise asyncio.CancelledError(reason)
+
+    def _end_process(self) -> None:
+        self.refuse()
+        self._groups.clear()  # closes their connections, as the end of a process does
+
+    def close(self) -> None:
+        super().close()
+        self._groups.clear()
 
     async def _from_tensor(self, request: web.Request) -> web.Response:
         if not self.session_open:

@@ -3,11 +3,13 @@ children.
 
 Like the real one it leaves children that keep running. `--dummy-exit N` exits at once with status
 N, `--dummy-never-ready` sends no response, `--dummy-shared TAG` maps shared memory of its own and
-of a trainer.
+of a trainer. `--dummy-first-request FILE` writes the body of its first request to a file,
+`--dummy-no-answer` closes its connection, `--dummy-dies` exits with status 5.
 """
 
 import mmap
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -19,6 +21,22 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "--dummy-no-answer" in sys.argv or "--dummy-dies" in sys.argv:
+            print("dummy server: a kernel does not compile", flush=True)
+            if "--dummy-dies" in sys.argv:
+                os._exit(5)
+            return
+        if "--dummy-first-request" in sys.argv:
+            with open(sys.argv[sys.argv.index("--dummy-first-request") + 1], "wb") as file:
+                file.write(body)
+        answer = b'{"meta_info": {"finish_reason": {"type": "length"}}}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
 
     def log_message(self, *args: object) -> None:
         pass

@@ -17,6 +17,8 @@ from typing import Any, Literal, Self
 
 from aiohttp import web
 
+from pacs_megatron.sglang.api import WARM_UP_RID
+
 Fault = Literal[
     "none", "http_500", "truncated", "nan", "short_logprobs", "other_id", "old_version", "hang"
 ]
@@ -54,6 +56,8 @@ class FakeSglang:
         self.writes_profiles = True
         """False: to a disk that this host does not have"""
         self._passes_left = 0
+        self.context = 1 << 30
+        """tokens of the smaller of context and KV cache; see `_clip`"""
         self.raw: dict[str, bytes] = {}
         """path -> bytes to send as they are, without HTTP; then the connection is closed"""
         self._active: set[str] = set()
@@ -146,7 +150,13 @@ class FakeSglang:
         if self.fault == "hang":
             await asyncio.sleep(3600)
         return web.json_response(
-            {"version": "0.5.23", "tp_size": 1, "device": "cpu", "weight_version": "default"}
+            {
+                "version": "0.5.23",
+                "tp_size": 1,
+                "device": "cpu",
+                "weight_version": "default",
+                "max_req_input_len": self.context - 6,
+            }
         )
 
     async def _model_info(self, request: web.Request) -> web.Response:
@@ -202,6 +212,8 @@ class FakeSglang:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         rid = str(body["rid"])
+        if rid == WARM_UP_RID:
+            return await self._warm_up(body)
         self.asked[rid.rpartition("/")[0]] += 1
         self.bodies.append(body)
         if rid in self._active:
@@ -220,11 +232,28 @@ class FakeSglang:
         finally:
             self._active.discard(rid)
 
+    async def _warm_up(self, body: dict[str, Any]) -> web.Response:
+        """The request of a start; it counts as no sample."""
+        return web.json_response({"meta_info": {"finish_reason": {"type": "length"}}})
+
+    def _clip(self, input_len: int, max_new_tokens: int) -> tuple[int, str]:
+        """(response limit, reason of a rejection), by the limits of SGLang 0.5.23.
+
+        managers/tp_worker.py:568, managers/utils.py:272 and managers/scheduler.py:2714;
+        tests/integration/sglang/test_client_generation.py compares them with the real server.
+        """
+        max_req_len = self.context - 1
+        if input_len >= max_req_len - 5:
+            return 0, f"Input length ({input_len} tokens) exceeds the maximum allowed length"
+        return min(max_new_tokens, max_req_len - input_len - 1), ""
+
     async def _answer(
         self, request: web.Request, body: dict[str, Any], rid: str
     ) -> web.StreamResponse:
         params = body["sampling_params"]
-        num_tokens = int(params["max_new_tokens"])
+        num_tokens, problem = self._clip(len(body["input_ids"]), int(params["max_new_tokens"]))
+        if problem:
+            return web.json_response({"error": {"message": problem}}, status=400)
         seed = int(params["sampling_seed"])
         self._count_passes(num_tokens)
         finish = {"type": "length", "length": num_tokens}

@@ -59,6 +59,24 @@ def test_every_request_comes_back_once_and_groups_stay_together(
     assert min(len(home) for home in homes) >= 40  # of 100 groups
 
 
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_server_needs_two_tokens_more_than_the_longest_request(
+    fakes: Callable[..., list[FakeSglang]], missing: int
+) -> None:
+    """`config.checks.min_server_context`, by the limits that the real server shows in
+    tests/integration/sglang/test_client_generation.py.
+    """
+    [server] = fakes(1)
+    server.context = 30 + 20 + 2 - missing
+    longest = requests(1, tokens=20, prompt=30)
+    with engine([server], retries=0) as client:
+        if not missing:
+            check_all_there(list(client.stream(longest)), longest)
+            return
+        with pytest.raises(RolloutError, match=rf"{20 - missing} tokens with finish reason length"):
+            list(client.stream(longest))
+
+
 def test_the_request_contains_all_sampling_parameters(
     fakes: Callable[..., list[FakeSglang]],
 ) -> None:

@@ -28,7 +28,7 @@ from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.fleet import Health, Server
 from pacs_megatron.sglang.server import ManagedServer, reap
 from tests.support.servers.fleet_run import MOVED, RESTARTED, SENT_AGAIN
-from tests.support.servers.managed import options, spec, tree
+from tests.support.servers.managed import PYTHON, options, spec, tree
 
 TOOK_S = 600.0
 
@@ -240,7 +240,7 @@ def test_the_key_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert made.api_key == "very-secret"
     assert "very-secret" not in repr(made)
     command = made.command(1, 2)
-    assert "very-secret" not in " ".join(sglang_server._with_values_from_environment(command))
+    assert "very-secret" not in " ".join(sglang_server.with_start_script(command))
     monkeypatch.delenv("ROLLOUT_KEY")
     with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
         sglang.api_key(options)
@@ -320,6 +320,107 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ManagedServer(spec(tmp_path / "servers")).start()
 
 
+def stand_in_environment(folder: Path, program: str) -> Path:
+    """An interpreter with a `sglang.launch_server` of these lines, and `ninja` beside it."""
+    package = folder / "packages" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(program)
+    programs = folder / "environment" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(os.path.realpath(sys.executable))
+    (programs / "ninja").write_text("#!/bin/sh\n")
+    (programs / "ninja").chmod(0o755)
+    return programs / "python"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("words", [(), ("env",)], ids=["interpreter", "command"])
+def test_a_server_finds_ninja_of_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], device: str
+) -> None:
+    """SGLang compiles kernels at its first forward with `ninja`, which pip installs beside its
+    interpreter; a child of the server has the same PATH.
+    """
+    lines = "import subprocess; subprocess.run('command -v ninja', shell=True)"
+    python = stand_in_environment(tmp_path, lines)
+    made = spec(tmp_path, python=(*words, str(python)), device=device)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    server = ManagedServer(made)
+    server.start()
+    with pytest.raises(RolloutError, match="exited with 0"):
+        server.wait_ready(TOOK_S)
+    assert server.log_path.read_text().split() == [str(python.with_name("ninja"))]
+
+
+def test_a_server_is_ready_after_it_sampled_as_an_evaluation_does(tmp_path: Path) -> None:
+    """Otherwise the first evaluation compiles kernels, and the fleet ends the silent server."""
+    first = tmp_path / "first.json"
+    server = ManagedServer(spec(tmp_path, "--dummy-first-request", str(first)))
+    server.start()
+    server.wait_ready(TOOK_S)
+    body = json.loads(first.read_text())
+    server.close()
+    assert body["sampling_params"]["top_p"] < 1 and body["sampling_params"]["temperature"] > 0
+    assert body["return_logprob"] is True
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--dummy-no-answer", "did not answer its first request: .*no response"),
+        ("--dummy-dies", "(exited with 5 at|did not answer) its first request: .*no response"),
+    ],
+)
+def test_a_server_that_fails_at_its_first_request_is_ended(
+    tmp_path: Path, option: str, problem: str
+) -> None:
+    with pytest.raises(RolloutError, match=rf"server0 {problem}.*server0\.log: (?s:.*)kernel"):
+        sglang.start_servers([spec(tmp_path, option)], TOOK_S)
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+def test_no_server_is_left_when_no_rank_can_send_to_it(
+    tmp_path: Path, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU 9 is not the trainer's: the error came after the start, and the server stayed."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    made = options(
+        urls=(),
+        sync=SglangSync(transport="ipc"),
+        servers=SglangServers(python=PYTHON, visible_devices=("9",), colocated=True),
+    )
+    with pytest.raises(ConfigError, match="the trainer does not use GPU 9"):
+        sglang.open_engine(made, ModelOptions(path=str(tiny_qwen3)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_colocated_servers_capture_no_graphs_that_they_cannot_release(tmp_path: Path) -> None:
+    """The prefill's, to 8,192 tokens; SGLang 0.5.23 cannot release them."""
+    for colocated in (True, False):
+        made = spec(tmp_path, device="cuda", colocated=colocated)
+        assert ("--disable-prefill-cuda-graph" in made.command(1, 2)) == colocated
+
+
+def test_a_server_does_not_inherit_what_is_the_trainers(tmp_path: Path) -> None:
+    trainer = {
+        "RANK": "0",
+        "WORLD_SIZE": "8",
+        "TORCHELASTIC_RUN_ID": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_SOCKET_IFNAME": "ib0",
+    }
+    for colocated in (True, False):
+        made = spec(tmp_path, device="cuda", colocated=colocated)
+        got = made.environment(trainer, tmp_path / "store", 2)
+        kept = {"NCCL_SOCKET_IFNAME"}
+        if not colocated:
+            kept |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+        assert trainer.keys() & got.keys() == kept
+
+
 def shared_files(tag: str) -> list[str]:
     return sorted(name for name in os.listdir("/dev/shm") if tag in name)
 
@@ -387,7 +488,7 @@ def test_the_memory_budget_is_a_share_of_the_total_and_waits_until_it_is_free(
     free = tmp_path / "free"
     given = spec(tmp_path, python=(sys.executable,), device="cuda", tp=2, mem_fraction=0.35)
     made = replace(given, visible_devices="0,1")
-    command = sglang_server._with_values_from_environment(made.command(1, 2))
+    command = sglang_server.with_start_script(made.command(1, 2))
     assert "--mem-fraction-static" not in command
     environment = made.environment({}, tmp_path / "store", 2) | {
         "PYTHONPATH": str(tmp_path),

@@ -88,6 +88,8 @@ class Run:
         alive = [(server.url, rank) for server, rank in zip(self.servers, ranks, strict=True)]
         self.shared = SharedRanks(NUM_GPUS)
         self.contexts = [self._context(rank, alive) for rank in range(NUM_GPUS)]
+        for context in self.contexts:
+            stack.callback(context.server_sync.close)
 
     def _context(self, rank: int, alive: list[tuple[str, int]]) -> Any:
         return SimpleNamespace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,26 @@ def test_giving_up_a_broken_group_does_not_wait_for_its_time_limit(tmp_path: Pat
         return took_s
 
     assert run_ranks(on_rank, 2, init_process_group=False)[0] < TIMEOUT_S / 2
+
+
+def test_the_end_of_a_transport_waits_for_its_groups() -> None:
+    """A thread in a group's destructor at the end of the process is a SIGABRT."""
+    began = threading.Event()
+    ended = threading.Event()
+
+    class Backend:
+        def abort(self) -> None:
+            """The destructor has the work."""
+
+        def __del__(self) -> None:
+            began.set()
+            time.sleep(0.5)
+            ended.set()
+
+    transport = BroadcastTransport("127.0.0.1", 5.0)
+    transport._groups["url"] = _Group("sync", "gloo", Backend(), None)
+    transport.close()
+    assert began.is_set() and ended.is_set()
 
 
 def test_the_watchdog_of_an_nccl_group_may_not_end_the_trainer(

@@ -23,8 +23,14 @@ from pacs_megatron.workbench.preflight import run as preflight
 from pacs_megatron.workbench.preflight.check import Check
 from pacs_megatron.workbench.preflight.ranks import run_everywhere, run_rank_checks
 from pacs_megatron.workbench.preflight.run import planned_ending_s, run_preflight
-from pacs_megatron.workbench.preflight.servers import EXPECTED, NCCL_CODE, check_nccl
+from pacs_megatron.workbench.preflight.servers import (
+    EXPECTED,
+    NCCL_CODE,
+    check_compilers,
+    check_nccl,
+)
 from tests.support.ranks import run_ranks
+from tests.support.servers.fake_sglang import FakeSglang
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
@@ -34,7 +40,7 @@ SERVER = """\
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-if sys.argv[1] == "-c":
+if "--port" not in sys.argv:
     print("{version}")
     sys.exit()
 PORT = int(sys.argv[sys.argv.index("--port") + 1])
@@ -135,6 +141,62 @@ def test_another_version_and_a_server_that_is_none(tmp_path: Path, model: Path) 
     assert find(checks, "rollout.servers.python").level == "warn"
     assert find(checks, "rollout.servers").level == "fail"
     assert "is it SGLang?" in find(checks, "rollout.servers").message
+
+
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])
+def test_retract_needs_a_server_that_flushes_beside_waiting_requests(
+    tmp_path: Path, model: Path, version: str
+) -> None:
+    """SGLang 0.5.20 rejects `/flush_cache` while retracted requests wait (scheduler.py:4825)."""
+    config, overrides = with_server(tmp_path, model, version=version)
+    checks = run_preflight(config, [*overrides, "rollout.sync.pause=retract"], start_servers=False)
+    found = [str(check) for check in checks if check.key == "rollout.sync.pause"]
+    assert len(found) == (version == "0.5.20")
+    assert all("sglang 0.5.20 keeps its cache" in text for text in found)
+
+
+@pytest.mark.parametrize("length", [136 + 1, 136 + 2])
+def test_a_running_server_with_a_short_context_is_named(
+    tmp_path: Path, model: Path, length: int
+) -> None:
+    """The run has prompts of 128 tokens and responses of 8."""
+    with FakeSglang() as server:
+        server.context = length
+        overrides = [
+            "rollout=null",
+            "rollout.engine=sglang",
+            "rollout.sampling.max_response_tokens=8",
+            "rollout.sync.transport=disk",
+            f"rollout.urls=[{server.url}]",
+        ]
+        found = find(run_preflight(write_tiny_run(tmp_path, model), overrides), "rollout.urls")
+    assert found.level == ("fail" if length < 138 else "ok"), found
+    if length < 138:
+        assert "context or KV cache of 137 tokens" in found.message
+        assert "at least 138" in found.message
+
+
+@pytest.mark.parametrize("missing", ["ninja", "nvcc", "c++", ""])
+def test_compilers_are_searched_as_the_server_searches_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """`ninja` beside the interpreter, `nvcc` in CUDA_HOME, `c++` on PATH."""
+    environment = tmp_path / "environment"
+    system = tmp_path / "system"
+    cuda = tmp_path / "cuda"
+    for path in (environment / "ninja", cuda / "bin" / "nvcc", system / "c++"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.name != missing:
+            path.write_text("#!/bin/sh\n")
+            path.chmod(0o755)
+    (environment / "python").symlink_to(os.path.realpath(sys.executable))
+    monkeypatch.setenv("PATH", str(system))
+    monkeypatch.setenv("CUDA_HOME", str(cuda))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    found = check_compilers((str(environment / "python"),))
+    assert found.level == ("fail" if missing else "ok"), found
+    assert found.message.startswith(f"{missing} not found" if missing else "ninja, nvcc and c++")
 
 
 @pytest.mark.parametrize("file", ["sglang.lock", "sglang-gpu.txt"])
