@@ -35,6 +35,7 @@ from tests.support.policies.certify_runs import (
     OBJECTIVE_RUNS,
     SHIPPED,
     UNSEEN,
+    UPSTREAM,
     random_run,
     write_run,
 )
@@ -51,6 +52,7 @@ KINDS = (
     "combinations",
     "random",
     "objectives",
+    "upstream",
 )
 Key = tuple[str, str]
 """(kind, case)"""
@@ -66,6 +68,7 @@ def cases(kinds: list[str], seeds: range) -> Iterator[Key]:
         "changed": CHANGED,
         "combinations": COMBINATIONS,
         "objectives": OBJECTIVE_RUNS,
+        "upstream": UPSTREAM,
     }
     for kind in kinds:
         for name in names[kind]:
@@ -128,7 +131,7 @@ def drawn_run(kind: str, name: str) -> tuple[str, dict[str, Any]]:
     """(model of CASES, changes)"""
     if kind == "random":
         return random_run(int(name))
-    return (UNSEEN | OBJECTIVE_RUNS)[name]
+    return (UNSEEN | OBJECTIVE_RUNS | UPSTREAM)[name]
 
 
 def three_digits(largest: float | str) -> float | str:

@@ -283,6 +283,39 @@ UNSEEN: dict[str, tuple[str, dict[str, Any]]] = {
 combines
 """
 
+_CLIPPED: dict[str, Any] = {"name": "grpo", "clip_grad": 0.01}
+"""Every gradient is clipped, so a wrong norm is a wrong update."""
+UPSTREAM: dict[str, tuple[str, dict[str, Any]]] = {
+    "finding 8's kind: biases of heads in the norm, tp2": (
+        "qwen2",
+        {"parallel": {"tp": 2}, "objective": _CLIPPED},
+    ),
+    "finding 9: masks of uneven length, cp2": (
+        "qwen3",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"cp": 2},
+            "objective": {"name": "grpo", "kl_coef": 0.1},
+            "batch": {"tokens_per_microbatch": 160},
+        },
+    ),
+    "finding 11's kind: a norm of heads, tp2 without sequence parallelism": (
+        "qwen3",
+        {"parallel": {"tp": 2, "distributed_optimizer": True}, "objective": _CLIPPED},
+    ),
+    "pull request 5916: the norm of experts, tp2 ep2": (
+        "qwen3_moe",
+        {
+            "run": {"nproc": 4},
+            "parallel": {"tp": 2, "ep": 2, "sequence_parallel": True},
+            "objective": _CLIPPED,
+        },
+    ),
+}
+"""The part that our options reach of Megatron-LM's issue 7452, a list of errors where axes of
+parallelism meet (docs/certify.md), and of its pull request 5916
+"""
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},

@@ -18,6 +18,7 @@ from tests.support.policies.certify_runs import (
     OBJECTIVE_RUNS,
     SHIPPED,
     UNSEEN,
+    UPSTREAM,
     full_tier_of_objective_runs,
     random_run,
     write_run,
@@ -117,6 +118,13 @@ def test_a_random_legal_configuration_is_green(tmp_path: Path, seed: int) -> Non
 @pytest.mark.parametrize("name", UNSEEN)
 def test_an_unseen_combination_is_green(tmp_path: Path, name: str) -> None:
     family, changes = UNSEEN[name]
+    certificate = run(tmp_path, changes, family)
+    assert certificate.is_green, certificate.line()
+
+
+@pytest.mark.parametrize("name", in_full(UPSTREAM, list(UPSTREAM)[1:]))
+def test_a_known_error_of_megatron_is_not_reached(tmp_path: Path, name: str) -> None:
+    family, changes = UPSTREAM[name]
     certificate = run(tmp_path, changes, family)
     assert certificate.is_green, certificate.line()
 
