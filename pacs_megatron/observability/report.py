@@ -425,6 +425,9 @@ def _sample(record: Mapping[str, Any], path: Path) -> str:
         "Response": record["response"],
         "Gold answer": record["answer"],
     }
+    details = record.get("reward_details")
+    if isinstance(details, dict) and {"gold", "answer"} <= details.keys():
+        texts["Read as"] = f"gold: {details['gold']}\nanswer: {details['answer']}"
     blocks = [
         f"<h3>{title}</h3><pre>{_shortened(str(text))}</pre>" for title, text in texts.items()
     ]

@@ -1,63 +1,69 @@
-r"""Mathematical equality by math-verify, on the last `\boxed{}` of a response.
+r"""Mathematical equality of the final answer and the reference.
 
-math-verify's time limits are off, because the pool limits the worker process. Only its LaTeX
-grammar is used, because its grammar for plain expressions evaluates the model's text as Python.
+`last_box` reads the last `\boxed{}` by the rules of `mathematics/`. `authors_rule` is math-verify's
+metric, as the PACS authors use it.
 """
 
-import logging
-import re
-from functools import lru_cache
-from typing import Any
+from functools import partial
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
 from math_verify.metric import math_metric
 
 from pacs_megatron.config.reward_options import MathReward
-from pacs_megatron.contracts import Prompt, RewardFn
+from pacs_megatron.contracts import Judgement, Prompt, RewardFn
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards.boxed import last_boxed
+from pacs_megatron.rewards.boxed import boxed_answer, last_boxed
+from pacs_megatron.rewards.mathematics import compare, is_readable, read_gold, shown
+from pacs_megatron.rewards.mathematics.symbolic import TimeLimitError
 
-_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limit is off
 _METRIC = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
-_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-# "1,234,567" is one number; "1,2" and "3, 500" are lists.
-_THOUSANDS = re.compile(r"(?<![\d.,])(-?[1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
-_BASED = re.compile(r"(?P<digits>-?[0-9A-Za-z]+)_\{?(?:\\text\{)?(?P<base>\d+)\}{0,2}")
+_SYMBOLIC_SHARE = 0.4
+"""of the time limit for one use of sympy; a judgement has at most two, and one of a gold answer
+once
+"""
+_TIME_LIMIT_S = 10.0
 
 
 def build(options: MathReward) -> RewardFn:
     """The rule of `label_rule`."""
-    return authors_rule if options.label_rule == "authors" else last_box
+    if options.label_rule == "authors":
+        return authors_rule
+    return partial(judge, time_limit_s=options.timeout_s)
 
 
-def last_box(prompt: Prompt, response: str) -> float:
+def judge(prompt: Prompt, response: str, time_limit_s: float = _TIME_LIMIT_S) -> Judgement:
     r"""1.0 if the last `\boxed{}` equals the gold answer mathematically, else 0.0 (also without a
     box).
 
-    Parses the gold answer first, so a malformed one fails all responses, not only those with a box.
+    The details are what was read: `gold` and `answer`, each with its kind. Reads the gold answer
+    first, so a malformed one fails all responses, not only those with a box.
 
-    Raises RewardError if the gold answer cannot be parsed or the comparison fails.
+    Raises RewardError if the gold answer cannot be read, or if sympy does not end with it.
     """
-    gold = _parse_gold(prompt.answer)
-    if not gold:
+    limit_s = _SYMBOLIC_SHARE * time_limit_s
+    boxed_gold = last_boxed(prompt.answer)
+    gold = read_gold(prompt.answer if boxed_gold is None else boxed_gold)
+    if not is_readable(gold, limit_s):
         raise RewardError(
-            f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is not LaTeX "
-            "that math-verify can parse; correct or remove the row"
+            f"reward.name=math: gold answer {prompt.answer!r} of prompt {prompt.id} is no "
+            "mathematics and no text that can be read; correct or remove the row"
         )
-    boxed = last_boxed(response)
-    if not boxed or _other_base(prompt.answer, boxed):
-        return 0.0
-    answer = _parse(boxed)
-    if not answer:
-        return 0.0
+    boxed = boxed_answer(response)
+    if not boxed:
+        return Judgement(0.0, {"gold": shown(gold), "answer": "no box"})
     try:
-        return float(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
-    except Exception as error:  # sympy raises many types; each of them means "not judged"
+        result = compare(gold, boxed, limit_s)
+    except TimeLimitError as error:
         raise RewardError(
-            f"reward.name=math: comparing {boxed[:200]!r} with gold {prompt.answer!r} of prompt "
-            f"{prompt.id} raised {type(error).__name__}"
+            f"reward.name=math: sympy does not end within {limit_s:g} s with gold answer "
+            f"{prompt.answer!r} of prompt {prompt.id}; correct or remove the row"
         ) from error
+    return Judgement(float(result.is_right), {"gold": result.gold, "answer": result.answer})
+
+
+def last_box(prompt: Prompt, response: str) -> float:
+    """The reward of `judge`."""
+    return judge(prompt, response).reward
 
 
 def authors_rule(prompt: Prompt, response: str) -> float:
@@ -78,38 +84,3 @@ def authors_rule(prompt: Prompt, response: str) -> float:
             f"reward.name=math: judging with gold answer {prompt.answer!r} of prompt {prompt.id} "
             f"raised {type(error).__name__}; correct or remove the row if it is not LaTeX"
         ) from error
-
-
-@lru_cache(maxsize=1024)
-def _parse_gold(answer: str) -> list[Any]:
-    """Cached: all samples of a group have the same gold answer."""
-    boxed = last_boxed(answer)
-    text = answer if boxed is None else boxed
-    return _parse(text) if text.strip() else []
-
-
-def _parse(latex: str) -> list[Any]:
-    """The candidates that math-verify reads from an answer; empty if it cannot be parsed."""
-    text = f"\\boxed{{{_clean(latex)}}}"
-    parsed: list[Any] = parse(text, _LATEX, fallback_mode="no_fallback", parsing_timeout=None)
-    return parsed
-
-
-def _other_base(gold: str, answer: str) -> bool:
-    """True for two numerals of different bases (40_9 and 40_8): math-verify drops the subscript of
-    numbers.
-    """
-    left = _BASED.fullmatch(_clean(gold))
-    right = _BASED.fullmatch(_clean(answer))
-    return left is not None and right is not None and left["base"] != right["base"]
-
-
-def _clean(latex: str) -> str:
-    """An answer without `$`, Unicode minus and commas between thousands."""
-    text = latex.strip()
-    for left, right in _WRAPPERS:
-        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
-            text = text[len(left) : -len(right)].strip()
-            break
-    text = text.replace("−", "-").replace(r"{,}", ",")
-    return _THOUSANDS.sub(lambda match: match[1] + match[2].replace(",", ""), text)

@@ -263,11 +263,28 @@ class _Worker:
             self.start()
             reply = self._exchange(line, self._options.call_limit_s)
 
-        results = reply["verdicts"] if "verdicts" in reply else [reply] * len(pending)
+        results = reply["verdicts"] if "verdicts" in reply else self._without_reply(reply, pending)
         return [
             Verdict(item.key, result.get("reward"), result.get("failure"), result.get("details"))
             for item, result in zip(pending, results, strict=True)
         ]
+
+    def _without_reply(
+        self, reply: dict[str, Any], pending: Sequence[_Pending]
+    ) -> list[dict[str, Any]]:
+        """The results of a call that failed, e.g. by the time limit: no verdict.
+
+        With `math` a response is wrong if only it, not the gold answer, makes sympy hang.
+        """
+        if self._options.name != "math":
+            return [reply] * len(pending)
+        golds = [(item.prompt, f"\\boxed{{{item.prompt.answer}}}") for item in pending]
+        self.start()
+        judged = self._exchange(encode_inputs(golds), self._options.call_limit_s)
+        verified = [result.get("reward") == 1.0 for result in judged.get("verdicts", [])]
+        if len(verified) != len(pending) or not all(verified):
+            return [reply] * len(pending)
+        return [{"reward": 0.0, "details": {"answer": reply["failure"]}}] * len(pending)
 
     def end(self) -> None:
         """Kills the process; a later `start` raises RewardError."""

@@ -1,6 +1,7 @@
 """Files that a report reads, and the report as a parser sees it."""
 
 import math
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def step_row(step: int) -> dict[str, Any]:
     }
 
 
-def write_samples(run_dir: Path, step: int, text: str, num: int = 8) -> None:
+def write_samples(
+    run_dir: Path, step: int, text: str, num: int = 8, details: Mapping[str, Any] | None = None
+) -> None:
     prompt = Prompt(
         id="p/0", text=text, token_ids=np.array([1], np.int32), answer=text, problem=text
     )
@@ -83,6 +86,7 @@ def write_samples(run_dir: Path, step: int, text: str, num: int = 8) -> None:
             reward=None if i == 1 else 1.0,
             label=None if i == 1 else i % 2,
             failure=text if i == 1 else None,
+            reward_details=details,
         )
         for i in range(num)
     ]

@@ -2,6 +2,7 @@
 verifier receive them.
 """
 
+import importlib
 import queue
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,26 +35,55 @@ class Unverified(NamedTuple):
 
 
 def check_gold(prompts: Sequence[Prompt], reward: AnyReward) -> list[Unverified]:
-    """Gold answers whose reward is not 1, in the order of `prompts`."""
+    """Gold answers that do not verify, in the order of `prompts`: their reward is not 1.
+
+    With `math` also those whose natural spelling (`5` for `The answer is 5`) has no reward of 1,
+    and those of which the rules are in doubt.
+    """
+    natural = {}
+    doubts = {}
+    if reward.name == "math":
+        # Imported here: it needs sympy (0.4 s).
+        gold = importlib.import_module("pacs_megatron.rewards.mathematics.gold")
+        for prompt in prompts:
+            natural[prompt.id] = gold.natural_answer(prompt.answer)
+            doubts[prompt.id] = gold.doubt(prompt.answer)
+
     answers: queue.SimpleQueue[Verdict | RewardError] = queue.SimpleQueue()
+    num_submitted = 0
     with RewardPool(reward) as pool:
         for prompt in prompts:
-            response = f"The answer is \\boxed{{{prompt.answer}}}."
-            pool.submit(prompt.id, prompt, response, answers.put)
-        verdicts = {verdict.key: verdict for verdict in received(answers, len(prompts))}
+            for kind, text in (("gold", prompt.answer), ("natural", natural.get(prompt.id))):
+                if text is None:
+                    continue
+                response = f"The answer is \\boxed{{{text}}}."
+                pool.submit(f"{kind} {prompt.id}", prompt, response, answers.put)
+                num_submitted += 1
+        verdicts = {verdict.key: verdict for verdict in received(answers, num_submitted)}
 
     unverified = []
     for prompt in prompts:
-        verdict = verdicts[prompt.id]
-        if verdict.reward == 1.0:
-            continue
-        # The answers of `code` are tests: valid ones lack a program only.
-        if (verdict.details or {}).get("reason") == NO_PROGRAM:
-            continue
-        reason = verdict.failure or f"reward {verdict.reward}"
-        failed = verdict.failure is not None
-        unverified.append(Unverified(prompt.id, prompt.answer, reason, failed))
+        verdict = verdicts[f"gold {prompt.id}"]
+        reason = _reason(verdict)
+        spelling = natural.get(prompt.id)
+        rejects = spelling is not None and verdicts[f"natural {prompt.id}"].reward != 1.0
+        if reason is None and rejects:
+            reason = f"rejects the natural answer {spelling}"
+        reason = reason or doubts.get(prompt.id)
+        if reason is not None:
+            failed = verdict.failure is not None
+            unverified.append(Unverified(prompt.id, prompt.answer, reason, failed))
     return unverified
+
+
+def _reason(verdict: Verdict) -> str | None:
+    """Why the reward of a gold answer is not 1; None if it is, or need not be."""
+    if verdict.reward == 1.0:
+        return None
+    # The answers of `code` are tests: valid ones lack a program only.
+    if isinstance(verdict.details, dict) and verdict.details.get("reason") == NO_PROGRAM:
+        return None
+    return verdict.failure or f"reward {verdict.reward}"
 
 
 def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:

@@ -288,10 +288,10 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
     reward = loaded.config.reward
     if reward is None:
         return
-    is_rare = False  # whether it accepts less than half of the gold answers
+    warning = ""
 
     def judge_gold() -> str:
-        nonlocal is_rare
+        nonlocal warning
         train = loaded.config.data.train
         prompts = _prompts(loaded, train.model_copy(update={"limit": NUM_GOLD}))
         # The report has one line for all warnings.
@@ -302,7 +302,7 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
         num_verified = len(prompts) - len(unverified)
         if reward.name == "code":
             return f"{num_verified} of {len(prompts)} rows have tests; sandbox: {reward.sandbox}"
-        is_rare = 2 * num_verified < len(prompts)
+        warning = _doubtful(reward, unverified, len(prompts))
         return f"{reward.name} accepts {num_verified} of {len(prompts)} gold answers"
 
     check = attempt("reward", judge_gold)
@@ -312,19 +312,38 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
             "set reward.sandbox"
         )
         check = Check("warn", check.key, check.message, fix)
-    if is_rare:
-        fix = "check with `pacs-megatron data preview` that this is intended"
-        check = Check("warn", check.key, check.message, fix)
+    if warning:
+        check = Check("warn", check.key, check.message, warning)
     yield check
+
+
+def _doubtful(reward: AnyReward, unverified: Sequence[Unverified], num_prompts: int) -> str:
+    """The fix if too few gold answers verify; else empty.
+
+    An answer of `math` or `arithmetic` always verifies if its row is right.
+    """
+    share = 1 - reward.max_failure_frac if reward.name in ("math", "arithmetic") else 0.5
+    if num_prompts - len(unverified) >= share * num_prompts:
+        return ""
+    first = unverified[0]
+    return (
+        f"not verified: {first.answer!r} ({first.reason}); check with `pacs-megatron data preview` "
+        "that this is intended"
+    )
 
 
 def _check_unverified(
     reward: AnyReward, unverified: Sequence[Unverified], num_prompts: int
 ) -> None:
-    """Raises PacsError if a verifier accepts no gold answer, or another reward gives no verdict."""
+    """Raises PacsError if a verifier accepts no gold answer, or leaves more of them without a
+    verdict than `reward.max_failure_frac`; another reward has to give every verdict.
+    """
     if reward.name in ("math", "arithmetic"):
-        problems = list(unverified) if len(unverified) == num_prompts else []
-        fix = "data.train.preset or columns"
+        problems = [answer for answer in unverified if answer.failed]
+        fix = "or remove these rows"
+        if len(problems) <= reward.max_failure_frac * num_prompts:
+            problems = list(unverified) if len(unverified) == num_prompts else []
+            fix = "data.train.preset or columns"
     else:
         problems = [answer for answer in unverified if answer.failed]
         fix = "it: such samples are not counted"

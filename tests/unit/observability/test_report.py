@@ -163,6 +163,17 @@ def test_samples_of_first_and_last_step_with_their_verdicts(tmp_path: Path) -> N
     assert "Answers of" not in report(tmp_path, [], num_samples=0)[1].text
 
 
+def test_what_the_verifier_read_is_shown(tmp_path: Path) -> None:
+    details = {"gold": "number: 40", "answer": 'number: 30"<b>"'}
+    write_samples(tmp_path, 1, "a", num=2, details=details)
+    html, page = report(tmp_path, [])
+    assert 'gold: number: 40\nanswer: number: 30"<b>"' in page.text
+    assert "<b>" not in html
+
+    write_samples(tmp_path, 1, "a", num=2, details={"answer": "other"})
+    assert "Read as" not in report(tmp_path, [])[1].text
+
+
 def test_one_file_of_samples_is_shown_once(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, "a", num=2)
     html, _ = report(tmp_path, [])

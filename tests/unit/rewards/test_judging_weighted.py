@@ -33,6 +33,7 @@ def test_the_sum_its_components_and_its_label(make_prompt) -> None:
         assert verdict.reward == pytest.approx(reward, abs=1e-15)
         assert label_of(verdict.reward, options.label_threshold) == int(reward >= 0.8)
         correct, form = verdict.details["components"]
+        assert correct.pop("details")["gold"] == "number: 5"
         assert correct == {"name": "math", "weight": 0.8, "reward": float("{5}" in response)}
         assert form == {"name": "format", "weight": 0.2, "reward": float("think" in response)}
     assert verdicts["bad"].reward is None

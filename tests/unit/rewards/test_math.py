@@ -1,7 +1,7 @@
 import pytest
 
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards.math import authors_rule, last_box
+from pacs_megatron.rewards.math import authors_rule, judge, last_box
 
 EQUAL = [
     ("142", "142.0"),
@@ -55,6 +55,13 @@ def test_equal(make_prompt, gold, answer):
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
 def test_different(make_prompt, gold, answer):
     assert last_box(make_prompt(gold), f"Therefore \\boxed{{{answer}}}.") == 0.0
+
+
+def test_details_are_what_was_read(make_prompt):
+    reward, details = judge(make_prompt("40"), r"So \boxed{30\text{ cm}}.")
+    assert (reward, details) == (0.0, {"gold": "number: 40", "answer": 'number: 30"cm"'})
+    assert judge(make_prompt("40"), "40").details == {"gold": "number: 40", "answer": "no box"}
+    assert judge(make_prompt("1,2"), r"\boxed{3 4}").details["answer"] == "not read: 3 4"
 
 
 def test_only_the_last_box_counts(make_prompt):

@@ -187,9 +187,47 @@ def test_verdicts_equal_direct_calls(make_prompt):
             pool.submit(key, prompt, response)
         got = {key: (reward, failure) for key, reward, failure, _ in pool.results()}
         assert pool.num_pending == 0
-    assert got == {key: (judge(*case), None) for key, case in cases.items()}
+    assert got == {key: (judge(*case).reward, None) for key, case in cases.items()}
     assert 0 < sum(reward for reward, _ in got.values()) < 40
     assert workers() == []
+
+
+@pytest.mark.parametrize("answer", ["10^{10^{10}}", "5!!!!!", "9^{9^{9^{9}}}"])
+def test_a_tower_of_powers_is_wrong(make_prompt, answer):
+    with CollectingPool(MathReward(name="math")) as pool:
+        pool.submit("a", make_prompt("5"), f"So \\boxed{{{answer}}}.")
+        [verdict] = pool.results()
+    assert (verdict.reward, verdict.failure) == (0.0, None)
+
+
+HANG_IN_MATH = """
+import time
+import pacs_megatron.rewards.math as module
+judge = module.judge
+def hang(prompt, response, time_limit_s):
+    while "hang" in response:
+        time.sleep(3600)
+    return judge(prompt, response, time_limit_s)
+module.judge = hang
+"""
+
+
+@pytest.mark.parametrize("gold", ["5", "hang"])
+def test_a_response_that_hangs_is_wrong_if_the_gold_answer_does_not(
+    make_prompt, tmp_path, monkeypatch, gold
+):
+    (tmp_path / "sitecustomize.py").write_text(HANG_IN_MATH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with CollectingPool(MathReward(name="math", timeout_s=5.0)) as pool:
+        pool.submit("a", make_prompt(gold), r"So \boxed{hang}.")
+        pool.submit("b", make_prompt("5"), r"So \boxed{5}.")
+        verdicts = {verdict.key: verdict for verdict in pool.results()}
+    if gold == "5":
+        assert (verdicts["a"].reward, verdicts["a"].failure) == (0.0, None)
+        assert "no verdict within 5 s" in verdicts["a"].details["answer"]
+    else:
+        assert "no verdict within 5 s" in verdicts["a"].failure
+    assert verdicts["b"].reward == 1.0
 
 
 def test_unreadable_gold_is_a_failure_not_zero(make_prompt):

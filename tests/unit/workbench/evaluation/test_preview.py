@@ -1,5 +1,7 @@
 """Every shipped sample, through tokenizer, template and real reward workers."""
 
+import json
+
 import pytest
 
 from pacs_megatron.config.reward_options import (
@@ -11,6 +13,8 @@ from pacs_megatron.config.reward_options import (
 )
 from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.data import load_prompts
+from pacs_megatron.rewards.pool import Verdict
+from pacs_megatron.workbench.evaluation import preview
 from pacs_megatron.workbench.evaluation.preview import check_gold, render
 from tests.support.problem_files import PRESET_OF_FILE, SAMPLES, problem_folder
 from tests.support.tiny_models import save_tokenizer
@@ -46,6 +50,36 @@ def test_unverifiable_gold_is_reported(tmp_path, tokenizer):
     assert len(found.prompts) == 2
     assert bad.prompt_id == "deepscaler/1"
     assert "is not an integer" in bad.reason
+
+
+def test_gold_that_no_natural_answer_matches_is_reported(tmp_path, tokenizer):
+    answers = ["The result is 12", "(C) 8", "n/a", "12 500", "8:15", "35°", "7.", "–3"]
+    file = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"problem": "p", "answer": answer}) for answer in answers]
+    file.write_text("\n".join(rows) + "\n")
+    _, unverified = report_of(file, "deepscaler", MATH, tokenizer)
+    assert [bad.answer for bad in unverified] == answers[:4]
+    assert not any(bad.failed for bad in unverified)
+
+
+def test_the_authors_rule_needs_a_natural_answer_too(tmp_path, tokenizer):
+    """math-verify's metric accepts `The result is 12` for itself only."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem": "p", "answer": "12"}\n{"problem": "q", "answer": "3 500"}\n')
+    authors = MATH.model_copy(update={"label_rule": "authors"})
+    _, [bad] = report_of(file, "deepscaler", authors, tokenizer)
+    assert bad.answer == "3 500" and not bad.failed
+
+
+def test_details_that_are_no_object_are_no_reason(tmp_path, tokenizer, monkeypatch):
+    """A reward server or plug-in may send any JSON value."""
+    verdict = Verdict("gold deepscaler/0", 0.0, None, ["reason"])
+    monkeypatch.setattr(preview, "received", lambda answers, count: [verdict])
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem": "p", "answer": "5"}\n')
+    reward = ArithmeticReward(name="arithmetic")
+    _, [bad] = report_of(file, "deepscaler", reward, tokenizer)
+    assert bad.reason == "reward 0.0"
 
 
 def test_format_reward_judges_the_gold_response_as_written(tokenizer):

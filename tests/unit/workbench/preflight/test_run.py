@@ -16,6 +16,9 @@ import psutil
 import pytest
 
 from pacs_megatron.config import load_config
+from pacs_megatron.config.reward_options import FormatReward, MathReward
+from pacs_megatron.errors import PacsError
+from pacs_megatron.workbench.evaluation.preview import Unverified
 from pacs_megatron.workbench.plan.plan import make_plan
 from pacs_megatron.workbench.preflight import doctor, quota
 from pacs_megatron.workbench.preflight import host as preflight_host
@@ -465,3 +468,27 @@ def test_the_nccl_of_a_cpu_build_is_none() -> None:
     torch_version, nccl = done.stdout.split()
     assert torch_version.startswith("2.")
     assert nccl == "none" or nccl[0].isdecimal()
+
+
+MATH = MathReward(name="math", max_failure_frac=0.05)
+
+
+def unverified(count: int, *, failed: bool) -> list[Unverified]:
+    return [Unverified(f"train/{n}", "12 500", "not read", failed) for n in range(count)]
+
+
+def test_gold_answers_that_cannot_be_judged_are_an_error_above_the_runs_limit() -> None:
+    preflight._check_unverified(MATH, unverified(5, failed=True), 100)
+    with pytest.raises(PacsError, match="fails on 6 of 100 gold answers"):
+        preflight._check_unverified(MATH, unverified(6, failed=True), 100)
+    preflight._check_unverified(MATH, unverified(99, failed=False), 100)
+    with pytest.raises(PacsError, match="fails on 100 of 100 gold answers"):
+        preflight._check_unverified(MATH, unverified(100, failed=False), 100)
+
+
+def test_gold_answers_that_do_not_verify_are_a_warning() -> None:
+    assert preflight._doubtful(MATH, unverified(5, failed=False), 100) == ""
+    assert "12 500" in preflight._doubtful(MATH, unverified(6, failed=False), 100)
+    form = FormatReward(name="format", pattern="x")
+    assert preflight._doubtful(form, unverified(50, failed=False), 100) == ""
+    assert "12 500" in preflight._doubtful(form, unverified(51, failed=False), 100)
