@@ -307,7 +307,9 @@ def test_a_folder_that_nemo_run_cannot_contain_is_rejected(sandbox: Sandbox, ove
     done = dry_run(sandbox, override)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "run.dir" in done.stderr
+    # A slow host also writes that it waits for modules.
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("waiting for")]
+    assert len(lines) == 1 and "run.dir" in lines[0]
     assert tree(sandbox.folder) == before
 
 
