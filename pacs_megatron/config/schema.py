@@ -238,6 +238,11 @@ class AdmissionOptions(Options):
     sampling). While groups are missing, a round requests `oversample` times as many new prompts.
     """
 
+    max_idle_steps: PositiveInt | None = 10
+    """Number of steps from the start of the run that may train nothing, because all groups are
+    dropped or all gradients are 0. Then the run stops; null: it does not.
+    """
+
 
 class ColumnOptions(Options):
     """Column names of a data set."""

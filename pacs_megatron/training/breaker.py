@@ -1,5 +1,5 @@
-"""Checks a step's metrics against the limits of `mismatch`, and warns when most updates are
-clipped.
+"""Checks a step's metrics against the limits of `mismatch`, finds steps that train nothing, and
+warns when most updates are clipped.
 """
 
 import logging
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pacs_megatron.config.schema import MismatchOptions
+from pacs_megatron.errors import RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,45 @@ def exceeded_limit(options: MismatchOptions, row: Mapping[str, float | None]) ->
                 f"{advice}"
             )
     return None
+
+
+def idle_reason(row: Mapping[str, float | None]) -> str | None:
+    """Why a step has trained nothing; None if it has, also if only a critic was trained."""
+    if row.get("admission/num_groups") == 0:
+        prefix = "admission/dropped_"
+        counts = []
+        for name, count in row.items():
+            if name.startswith(prefix) and count:
+                counts.append(f"{name.removeprefix(prefix)}: {count:.0f}")
+        return f"admission dropped every group ({', '.join(counts)})"
+    if row.get("optimizer/grad_norm") == 0 and not row.get("critic/grad_norm"):
+        return (
+            f"every gradient is 0 (mean label {row.get('reward/label_mean')}): the samples of each "
+            "group have one label or one reward"
+        )
+    return None
+
+
+def check_idle(
+    step: int, row: Mapping[str, float | None], idle_steps: int | None, limit: int | None
+) -> None:
+    """Raises RolloutError if the run has trained nothing since its start, for too many steps.
+
+    Args:
+        step: the last complete step.
+        row: its metrics.
+        idle_steps: number of first steps that have trained nothing; None: one has.
+        limit: `admission.max_idle_steps`.
+    """
+    if idle_steps is None or limit is None or idle_steps < limit:
+        return
+    reason = idle_reason(row)
+    if reason is not None:
+        raise RolloutError(
+            f"step {step}: the first {idle_steps} steps have trained nothing, {reason}; saved. "
+            "Check the reward with `pacs-megatron data preview` and the responses in rollouts/, "
+            "use easier problems, or raise admission.max_idle_steps"
+        )
 
 
 def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,12 @@ from pacs_megatron.observability.rollout_log import rollout_path, truncate_after
 from pacs_megatron.observability.writers import open_sinks
 from pacs_megatron.rollout.passk import benchmark_metrics
 from pacs_megatron.runtime.waiting import report_wait
-from pacs_megatron.training.breaker import exceeded_limit, warn_of_clipping
+from pacs_megatron.training.breaker import (
+    check_idle,
+    exceeded_limit,
+    idle_reason,
+    warn_of_clipping,
+)
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.export import export_hf
 from pacs_megatron.training.profiling import Profiling, has_step_times, step_metrics
@@ -70,6 +75,8 @@ class Outputs:
             Progress(config.run.name, config.run.steps, done=max(last_written, 0))
         )
         self._clipped: list[float] = []
+        self._was_idle = False
+        self._num_idle = 0
 
         run.timer.on_change(self._progress.phase)
         run.driver.on_progress = self._show_samples
@@ -89,15 +96,29 @@ class Outputs:
             sink.write(row)
         self._progress.advance(int(row["step"]), training_fields(row))
 
+        reason = idle_reason(row)
+        if reason is not None and not self._was_idle:
+            logger.warning("step %d has trained nothing: %s", row["step"], reason)
+        self._was_idle = reason is not None
+        self._num_idle += self._was_idle
+
         clipped_frac = row.get("optimizer/clipped_frac")
         if clipped_frac is not None:
             self._clipped.append(clipped_frac)
 
-    def report(self) -> None:
-        """Writes the report of the run; warns if most updates were clipped."""
-        if self._run.driver is not None:
-            warn_of_clipping(self._clipped)
-            write_report(self._run.run_dir)
+    def report(self, progress: RunProgress) -> None:
+        """Writes the report of the run; warns if most updates were clipped, and of idle steps."""
+        if self._run.driver is None:
+            return
+        warn_of_clipping(self._clipped)
+        if progress.step and progress.idle_steps == progress.step:
+            logger.warning(
+                "the run has trained nothing: its weights are those of %s",
+                self._run.config.model.path,
+            )
+        elif self._num_idle:
+            logger.warning("%d steps of this attempt have trained nothing", self._num_idle)
+        write_report(self._run.run_dir)
 
 
 def train(run: RunContext) -> ExitCode:
@@ -139,7 +160,7 @@ def train(run: RunContext) -> ExitCode:
             saved = _save_before_exit(run, progress, error)
             if not isinstance(error, Interrupted) and not run.channel.any_rank(run.stop.is_set()):
                 raise
-            out.report()
+            out.report(progress)
             if run.rank.rank == 0:
                 logger.info(
                     "stopped after %s; %s; the same command continues", progress.position, saved
@@ -149,7 +170,7 @@ def train(run: RunContext) -> ExitCode:
         export_hf(run, run.policy, run.run_dir / "hf")
         if run.critic is not None:
             export_hf(run, run.critic, run.run_dir / "critic_hf")
-        out.report()
+        out.report(progress)
     return ExitCode.OK
 
 
@@ -200,6 +221,7 @@ def _finish_step(run: RunContext, progress: RunProgress, out: Outputs) -> None:
     exceeded = exceeded_limit(run.config.mismatch, row)
     if exceeded is not None:  # the row is the same on every rank
         raise RolloutError(f"step {step}: {exceeded}")
+    check_idle(step, row, progress.idle_steps, run.config.admission.max_idle_steps)
     if is_last or (step > 0 and _is_due(step, run.config.checkpoint.every)):
         save(run, progress)
 

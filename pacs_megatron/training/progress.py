@@ -17,6 +17,7 @@ from pacs_megatron.errors import CheckpointError
 from pacs_megatron.observability.metrics import MetricSum, MetricSums
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_arrays
+from pacs_megatron.training.breaker import idle_reason
 
 Source = LogprobSource | Literal["routes"]
 Logprobs = dict[Source, dict[int, np.ndarray]]
@@ -122,6 +123,8 @@ class RunProgress:
     open_step: OpenStep = field(default_factory=OpenStep)
     row: dict[str, float | None] | None = None
     """metrics of `step` that are not written yet because its evaluation is not done"""
+    idle_steps: int | None = 0
+    """number of the run's first steps that have trained nothing; None after a step that has"""
 
     @property
     def position(self) -> Position:
@@ -132,6 +135,8 @@ class RunProgress:
         self.step = self.step + 1
         self.open_step = OpenStep()
         self.row = row
+        if self.idle_steps is not None:
+            self.idle_steps = None if idle_reason(row) is None else self.idle_steps + 1
 
 
 def _own_arrays(logprobs: list[Logprobs], rank: Rank) -> dict[str, np.ndarray]:

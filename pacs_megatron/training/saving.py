@@ -78,7 +78,12 @@ def resume(run: RunContext) -> RunProgress | None:
     num_updates = saved["step"] * run.config.batch.num_updates + open_step.updates
     for model in run.models:
         model.optimizer.advance_schedule(num_updates)
-    return RunProgress(step=saved["step"], row=saved["row"], open_step=open_step)
+    return RunProgress(
+        step=saved["step"],
+        row=saved["row"],
+        open_step=open_step,
+        idle_steps=saved.get("idle_steps"),
+    )
 
 
 def _contents(
@@ -98,6 +103,7 @@ def _contents(
             "policy_version": run.policy.version,
             "driver": driver_state.order,
             "row": progress.row,
+            "idle_steps": progress.idle_steps,
             "has_reference": has_reference,
             "optimizer_format": policy_state.OPTIMIZER_FORMAT,
         },
