@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +40,8 @@ WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of one file, unless a single tensor is larger."""
 _METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_GENERATION_CONFIG = "generation_config.json"
+_TOKENS = ("bos_token_id", "pad_token_id")
 _METADATA_FOLDERS = ("additional_chat_templates",)
 _WRITTEN_BY_US = ("certificate.json", "manifest.json")
 """Files of a conversion or a checkpoint, which are not metadata of the model"""
@@ -300,14 +302,18 @@ class HfFolderWriter:
         self._write(descriptor, data, info.offset)
         self._behind.wrote(descriptor, info.offset, len(data))
 
-    def finish(self, metadata_from: Path) -> Path:
+    def finish(self, metadata_from: Path, stop_token_ids: Sequence[int] = ()) -> Path:
         """`seal`, then renames the folder and returns its path."""
-        self.seal(metadata_from)
+        self.seal(metadata_from, stop_token_ids)
         return self.staged.commit()
 
-    def seal(self, metadata_from: Path) -> None:
+    def seal(self, metadata_from: Path, stop_token_ids: Sequence[int] = ()) -> None:
         """Adds config.json (with the new dtype), tokenizer files and index; flushes and closes the
         shards.
+
+        Args:
+            metadata_from: folder of the files.
+            stop_token_ids: tokens that generation_config.json lists; empty keeps the file.
 
         Raises CheckpointError with an announced tensor that was not put.
         """
@@ -323,6 +329,7 @@ class HfFolderWriter:
             self.staged.path,
             dtypes={info.dtype for info in infos},
             is_critic="score.weight" in self._place,
+            stop_token_ids=stop_token_ids,
         )
         if len(self._descriptors) > 1:
             total = sum(info.nbytes for info in infos)
@@ -394,15 +401,22 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def copy_hf_metadata(
-    source: Path, target: Path, *, dtypes: set[torch.dtype], is_critic: bool = False
+    source: Path,
+    target: Path,
+    *,
+    dtypes: set[torch.dtype],
+    is_critic: bool = False,
+    stop_token_ids: Sequence[int] = (),
 ) -> None:
-    """Copies `metadata_files`, and adapts config.json to the weights.
+    """Copies `metadata_files`, adapts config.json to the weights, and lists the stop tokens.
 
     Args:
         source: the folder of the files.
         target: an existing folder.
         dtypes: those of the weights; config.json gets the dtype if there is a single one.
         is_critic: whether config.json gets a critic's class.
+        stop_token_ids: tokens on which training has ended responses, so that other programs do the
+            same; empty keeps generation_config.json.
     """
     for file in metadata_files(source):
         copy = target / file.relative_to(source)
@@ -412,6 +426,8 @@ def copy_hf_metadata(
             sync_path(copy)
 
     config = load_config(source)
+    if stop_token_ids:
+        _list_stops(source, target, sorted(stop_token_ids), config)
     if is_critic:
         family = "".join(part.capitalize() for part in str(config["model_type"]).split("_"))
         config |= {
@@ -426,6 +442,24 @@ def copy_hf_metadata(
         config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     write_atomically(target / "config.json", [text.encode()])
+
+
+def _list_stops(source: Path, target: Path, stops: list[int], config: Mapping[str, Any]) -> None:
+    """Writes the stop tokens to generation_config.json, unless it, or config.json without it, lists
+    exactly these.
+    """
+    file = source / _GENERATION_CONFIG
+    has_file = is_file(file, CheckpointError)
+    generation = read_object(file, error=CheckpointError) if has_file else {}
+    listed = (generation if has_file else config).get("eos_token_id")
+    if set(stops) == set(listed if isinstance(listed, list) else [listed]):
+        return
+
+    # Without the file, `transformers` takes these values of config.json.
+    others = {} if has_file else {key: config[key] for key in _TOKENS if key in config}
+    changed = {**others, **generation, "eos_token_id": stops}
+    text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(target / _GENERATION_CONFIG, [text.encode()])
 
 
 def _split(tensors: list[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:

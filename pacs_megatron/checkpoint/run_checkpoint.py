@@ -96,6 +96,8 @@ class Contents:
     buffer: Record | None
     """on rank 0: finished samples of later steps; None if there are none"""
     open_step: Record | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """tokens that end a response, for generation_config.json"""
     """on rank 0: state of a step in progress; None at a step boundary"""
 
 
@@ -240,6 +242,7 @@ def _write_small_files(partial: Path, position: Position, contents: Contents) ->
             metadata,
             dtypes={contents.dtype},
             is_critic=folder == CRITIC_DIST,
+            stop_token_ids=contents.stop_token_ids,
         )
 
     state = json.dumps({"step": position.step, **contents.state}, indent=1)

@@ -369,7 +369,15 @@ class DataOptions(Options):
     """More variables for the chat template (Qwen3: `enable_thinking: false`)."""
 
     max_prompt_tokens: PositiveInt = 1024
-    """Maximum prompt length, in tokens. Longer prompts are dropped and counted."""
+    """Maximum length of a training prompt, in tokens. Longer ones are dropped and counted.
+
+    Benchmarks have all problems that fit into the model's context.
+    """
+
+    max_dropped_frac: float = Field(default=0.1, ge=0, le=1)
+    """Maximum share of a data set's rows that are dropped because a prompt or a demonstration is
+    too long. More is an error.
+    """
 
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by run.seed."""
@@ -406,6 +414,7 @@ _RESERVED_TEMPLATE_ARGUMENTS = {
     "return_dict",
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
+    "strftime_now",
 }
 """Arguments of transformers' `apply_chat_template`, and variables of the template that it sets."""
 

@@ -1,12 +1,14 @@
 """Data sets to prompts, and the order in which they are trained on."""
 
 from pacs_megatron.data.order import PromptOrder
-from pacs_megatron.data.prompts import PromptSet, load_prompts, problem_id_of
-from pacs_megatron.data.tokenizer import load_tokenizer, stop_token_ids
+from pacs_megatron.data.prompts import PromptSet, ResponseRules, load_prompts, problem_id_of
+from pacs_megatron.data.tokenizer import end_tokens, load_tokenizer, stop_token_ids
 
 __all__ = [
     "PromptOrder",
     "PromptSet",
+    "ResponseRules",
+    "end_tokens",
     "load_prompts",
     "load_tokenizer",
     "problem_id_of",

@@ -1,13 +1,14 @@
-"""Converts rows to prompts: chat template, tokens, length limit.
+"""Converts rows to prompts: chat template, tokens, length limit; and solutions to demonstrations.
 
 A special token in the text of a problem (`<|im_end|>`) is encoded letter by letter, so that data
-cannot close a turn.
+cannot close a turn. A solution has the tokens that the policy itself would sample.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,46 +17,109 @@ import numpy as np
 
 from pacs_megatron.config.schema import BenchmarkOptions, DataOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
+from pacs_megatron.data.encode import (
+    BREAK,
+    as_letters,
+    as_plain_text,
+    control_ids,
+    control_tokens,
+    encode_continued,
+    tokenize,
+)
+from pacs_megatron.data.limits import run_in_child
 from pacs_megatron.data.presets import Problem, columns_of, problem_of
 from pacs_megatron.data.sources import read_rows
+from pacs_megatron.data.template import render
+from pacs_megatron.data.tokenizer import EndTokens
 from pacs_megatron.errors import DataError, shown
-from pacs_megatron.runtime.processes import run_limited
 from pacs_megatron.runtime.waiting import report_wait
 
 _BATCH = 1024
-_BREAK = "\ue000"
-"""Private-use character that marks where the text of a problem is cut before it is encoded."""
-_TEMPLATE_LIMIT_S = 5.0
 _TOKENIZER_LIMIT_S = 120.0
-"""CPU time for one batch of prompts, which usually takes 0.02 s and 0.1 s."""
-_MEMORY_BYTES = 2 * 2**30
-"""Memory limit for the texts of one batch"""
-_MAX_TEMPLATE_CHARS = 1_000_000
-"""Characters that the template may add to one problem."""
+"""CPU time for one batch of prompts, which usually takes 0.1 s"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRules:
+    """Turns the solutions of a data set into responses."""
+
+    ends: EndTokens
+    max_tokens: int
+    """`rollout.max_response_tokens`; a longer demonstration is dropped"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """The solutions of a data set as responses."""
+
+    token_ids: Mapping[str, np.ndarray]
+    """Prompt id -> int32 [response], with the end token; those that are short enough"""
+    lens: np.ndarray
+    """int64 [prompts that are short enough], tokens of each response, dropped ones included"""
+    max_tokens: int
+    opened: str = ""
+    """Control token with which the template starts the response (`<think>`); empty for none"""
+    num_opened: int = 0
+    """Demonstrations that started with `opened` and have it once, in the prompt"""
+    num_unclosed: int = 0
+    """Demonstrations without `</think>` though the template writes `<think>`"""
+
+    @property
+    def num_too_long(self) -> int:
+        """Dropped: more than `max_tokens`"""
+        return len(self.lens) - len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts of a data set and the number of dropped rows. num_rows == len(prompts) +
-    num_too_long.
+    """The prompts of a data set, and what was dropped.
+
+    num_rows == len(prompts) + num_dropped.
     """
 
     name: str
     prompts: tuple[Prompt, ...]
     num_rows: int
     num_too_long: int
-    """dropped: more than data.max_prompt_tokens"""
+    """Dropped: more tokens than the limit"""
+    prompt_lens: np.ndarray
+    """int64 [num_rows], tokens of each prompt, dropped ones included"""
+    limit: str
+    """The limit of the prompts' length, for messages"""
     num_filtered: int = 0
     """rows before these that do not match the data set's `where`; not in num_rows"""
+    prints_time: bool = False
+    """Whether the chat template prints the time"""
+    demonstrations: Demonstrations | None = None
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are too long, as prompts or as demonstrations."""
+        return self.num_rows - len(self.prompts)
 
 
-def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> PromptSet:
+def load_prompts(
+    dataset: DatasetOptions,
+    data: DataOptions,
+    tokenizer: Any,
+    *,
+    now: datetime | None = None,
+    max_tokens: int | None = None,
+    responses: ResponseRules | None = None,
+) -> PromptSet:
     """Reads, renders and tokenizes a data set.
 
+    `data.max_prompt_tokens` is a limit of training: a benchmark has all its problems, except those
+    above `max_tokens`.
+
     Args:
-        dataset: The data set.
+        dataset: The data set; a benchmark has the type BenchmarkOptions.
         data: Chat template, suffix and length limit.
         tokenizer: From `load_tokenizer`.
+        now: Time that the chat template prints; None: the current one.
+        max_tokens: Tokens of the longest prompt of a benchmark that the model's context allows;
+            None: no limit.
+        responses: Encodes the solutions too; None: they stay text.
 
     Raises:
         DataError: A row or the chat template is malformed, or no prompt is short enough.
@@ -67,65 +131,245 @@ def load_prompts(dataset: DatasetOptions, data: DataOptions, tokenizer: Any) -> 
             "model"
         )
 
-    columns = columns_of(dataset)
-    name = dataset_name(dataset)
     num_orders = 1
+    limit = data.max_prompt_tokens
+    limit_text = f"data.max_prompt_tokens={data.max_prompt_tokens} tokens"
     if isinstance(dataset, BenchmarkOptions):
         num_orders = dataset.choice_orders
-    prompts: list[Prompt] = []
-    with report_wait(lambda: f"for the prompts of {dataset.path} ({len(prompts)})"):
+        limit = np.iinfo(np.int32).max if max_tokens is None else max_tokens
+        limit_text = (
+            f"{limit} tokens, the model's context less evaluation.sampling.max_response_tokens"
+        )
+
+    columns = columns_of(dataset)
+    loading = _Loading(
+        name=dataset_name(dataset),
+        path=dataset.path,
+        data=data,
+        tokenizer=tokenizer,
+        now=datetime.now() if now is None else now,
+        limit=limit,
+        responses=responses,
+        controls=control_tokens(tokenizer),
+    )
+    with report_wait(lambda: f"for the prompts of {dataset.path} ({len(loading.prompts)})"):
         found = read_rows(dataset)
         rows = []
         for row in found.used:
             for order in range(num_orders):
                 problem = problem_of(replace(row, choice_order=order), columns)
-                rows.append((_prompt_id(name, row.index, order), problem))
+                rows.append((_prompt_id(loading.name, row.index, order), problem))
         for start in range(0, len(rows), _BATCH):
-            prompts += _prompts_of(rows[start : start + _BATCH], name, data, tokenizer)
+            loading.add(rows[start : start + _BATCH])
 
-    if not prompts:
-        limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
+    num_long = sum(length > limit for length in loading.prompt_lens)
+    if num_long == len(rows):
         raise DataError(
-            f"{dataset.path}: all {len(rows)} prompts have more than {limit} tokens; raise the "
-            "limit"
+            f"{dataset.path}: all {len(rows)} prompts have more than {limit_text}; raise the limit"
         )
+    demonstrations = loading.demonstrations()
+    prompts = loading.prompts
+    if demonstrations is not None:
+        prompts = [prompt for prompt in prompts if prompt.id in demonstrations.token_ids]
     _check_problems_appear(prompts, tokenizer)
     return PromptSet(
-        name=name,
+        name=loading.name,
         prompts=tuple(prompts),
         num_rows=len(rows),
-        num_too_long=len(rows) - len(prompts),
+        num_too_long=num_long,
         num_filtered=found.num_filtered,
+        prompt_lens=np.array(loading.prompt_lens, dtype=np.int64),
+        limit=limit_text,
+        prints_time=loading.prints_time,
+        demonstrations=demonstrations,
     )
 
 
-def _prompts_of(
-    rows: Sequence[tuple[str, Problem]], name: str, data: DataOptions, tokenizer: Any
-) -> list[Prompt]:
-    """The prompts of some rows that are short enough."""
-    texts = render([problem for _, problem in rows], data, tokenizer)
-    # In a child process: tokenizer.json may have a pattern that never ends on some text.
-    encoded = _run_in_child(
-        partial(_encode, texts, tokenizer),
-        _TOKENIZER_LIMIT_S,
-        f"tokenizer {tokenizer.name_or_path}",
-        "correct tokenizer.json, or the data",
-    )
+@dataclass(slots=True, kw_only=True)
+class _Loading:
+    """The prompts and demonstrations of the rows so far."""
 
-    prompts = []
-    for (prompt_id, problem), text, ids in zip(rows, texts, encoded, strict=True):
-        if len(ids) <= data.max_prompt_tokens:
+    name: str
+    path: str
+    data: DataOptions
+    tokenizer: Any
+    now: datetime
+    limit: int
+    """tokens of a prompt"""
+    responses: ResponseRules | None
+    controls: re.Pattern[str] | None
+
+    prompts: list[Prompt] = field(default_factory=list)
+    """those that are short enough"""
+    prompt_lens: list[int] = field(default_factory=list)
+    prints_time: bool = False
+    opened: str = ""
+    num_opened: int = 0
+    num_unclosed: int = 0
+    responses_of: dict[str, np.ndarray] = field(default_factory=dict)
+    """prompt id -> int32 [response]"""
+
+    def add(self, rows: Sequence[tuple[str, Problem]]) -> None:
+        """Renders and encodes rows."""
+        suffix = f" {self.data.prompt_suffix}" if self.data.prompt_suffix else ""
+        contents = [as_plain_text(row.problem, self.controls) + suffix for _, row in rows]
+        texts = self._render(contents)
+        encoded = self._encode(texts)
+        self._cut_created_tokens(rows, texts, encoded)
+
+        kept = []
+        for (prompt_id, problem), text, ids in zip(rows, texts, encoded, strict=True):
+            self.prompt_lens.append(len(ids))
+            if len(ids) > self.limit:
+                continue
             prompt = Prompt(
                 id=prompt_id,
-                source=name,
-                text=text.replace(_BREAK, ""),
-                token_ids=np.array(ids, dtype=np.int32),
+                source=self.name,
+                text=text.replace(BREAK, ""),
+                token_ids=ids,
                 problem=problem.problem,
                 answer=problem.answer,
                 solution=problem.solution,
             )
-            prompts.append(prompt)
-    return prompts
+            kept.append((prompt, text))
+        self.prompts += [prompt for prompt, _ in kept]
+        if self.responses is not None and kept:
+            self._add_responses(kept, self.responses)
+
+    def demonstrations(self) -> Demonstrations | None:
+        """The demonstrations of all rows. Raises DataError if all are too long."""
+        if self.responses is None:
+            return None
+        limit = self.responses.max_tokens
+        short = {key: ids for key, ids in self.responses_of.items() if len(ids) <= limit}
+        if not short:
+            raise DataError(
+                f"{self.path}: no demonstration fits rollout.max_response_tokens={limit}; raise it"
+            )
+        return Demonstrations(
+            token_ids=short,
+            lens=np.array([len(ids) for ids in self.responses_of.values()], dtype=np.int64),
+            max_tokens=limit,
+            opened=self.opened,
+            num_opened=self.num_opened,
+            num_unclosed=self.num_unclosed,
+        )
+
+    def _render(self, contents: Sequence[str]) -> list[str]:
+        rendered = render(contents, self.data, self.tokenizer, self.now)
+        self.prints_time = self.prints_time or rendered.prints_time
+        return rendered.texts
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._in_child(partial(_token_lists, texts, self.tokenizer))
+        return [np.array(ids, dtype=np.int32) for ids in encoded]
+
+    def _in_child(self, work: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """Encodes in a child: tokenizer.json may have a pattern that never ends on some text."""
+        where = f"tokenizer {self.tokenizer.name_or_path}"
+        fix = "correct tokenizer.json, or the data"
+        encoded: list[list[int]] = run_in_child(work, _TOKENIZER_LIMIT_S, where, fix)
+        return encoded
+
+    def _cut_created_tokens(
+        self, rows: Sequence[tuple[str, Problem]], texts: list[str], encoded: list[np.ndarray]
+    ) -> None:
+        """Cuts problems between all letters if the tokenizer creates control tokens of them.
+
+        A normalizer turns letters into others (case, width), so that a token appears that the text
+        does not spell.
+
+        Args:
+            rows: Id and problem of each prompt.
+            texts: Their rendered texts; those of such problems are replaced.
+            encoded: Their tokens; those of such problems are replaced.
+        """
+        controls = sorted(control_ids(self.tokenizer))
+        numbers = []
+        for number, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
+            spelled = 0 if self.controls is None else len(self.controls.findall(text))
+            if np.isin(ids, controls).sum() > spelled:
+                numbers.append(number)
+        if not numbers:
+            return
+
+        suffix = f" {self.data.prompt_suffix}" if self.data.prompt_suffix else ""
+        problems = [rows[number][1].problem for number in numbers]
+        cut_texts = self._render([as_letters(problem) + suffix for problem in problems])
+        for number, text, ids in zip(numbers, cut_texts, self._encode(cut_texts), strict=True):
+            # Otherwise the template's own text creates them.
+            if np.isin(ids, controls).sum() < np.isin(encoded[number], controls).sum():
+                texts[number] = text
+                encoded[number] = ids
+
+    def _add_responses(self, kept: Sequence[tuple[Prompt, str]], responses: ResponseRules) -> None:
+        """Encodes the solutions of prompts with their marked texts. Raises DataError."""
+        solutions = []
+        for prompt, text in kept:
+            if not prompt.solution:
+                raise DataError(
+                    f"{self.path}: prompt {prompt.id} has no solution to train on; name the column "
+                    "with data.train.columns.solution"
+                )
+            solution = self._without_opened(text, prompt.solution)
+            solutions.append(self._without_space_after_end(solution, responses.ends))
+
+        encoded = self._in_child(partial(encode_continued, solutions, self.tokenizer))
+        for (prompt, _), ids in zip(kept, encoded, strict=True):
+            self.responses_of[prompt.id] = self._ended(prompt.id, ids, responses.ends)
+
+    def _without_opened(self, text: str, solution: str) -> str:
+        """The solution without the control token that the template has written before it.
+
+        Templates of reasoning models end a prompt with `<think>`; the policy continues after it.
+        """
+        matches = [] if self.controls is None else list(self.controls.finditer(text))
+        if not matches or text[matches[-1].end() :].strip():
+            return solution
+
+        token = matches[-1][0]
+        space = text[matches[-1].end() :]
+        closing = f"</{token[1:]}"
+        if self.controls is not None and self.controls.fullmatch(closing):
+            self.opened = token
+            self.num_unclosed += closing not in solution
+
+        stripped = solution.lstrip()
+        if not stripped.startswith(token):
+            return solution
+        self.opened = token
+        self.num_opened += 1
+        rest = stripped[len(token) :]
+        return rest.removeprefix(space) if rest.startswith(space) else rest.lstrip()
+
+    def _without_space_after_end(self, solution: str, ends: EndTokens) -> str:
+        """The solution without the white space that a template writes after an end token."""
+        stops = self.tokenizer.convert_ids_to_tokens(list(ends.stops))
+        stripped = solution.rstrip()
+        is_ended = stripped.endswith(tuple(text for text in stops if text))
+        return stripped if is_ended else solution
+
+    def _ended(self, prompt_id: str, ids: list[int], ends: EndTokens) -> np.ndarray:
+        """int32 [response], the solution with one end token, its last.
+
+        Raises DataError for an end token before the end: the policy would not sample what follows.
+        """
+        stops = set(ends.stops)
+        if not ids or ids[-1] not in stops:
+            ids = [*ids, ends.end]
+        early = [token_id for token_id in ids[:-1] if token_id in stops]
+        if early:
+            token = self.tokenizer.convert_ids_to_tokens(early[0])
+            raise DataError(
+                f"{self.path}: the solution of {prompt_id} has the stop token {shown(token)} (id "
+                f"{early[0]}) before its end, where a response of the model ends; cut the solution "
+                "there, or remove the token"
+            )
+        return np.array(ids, dtype=np.int32)
+
+
+def _token_lists(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    return [ids.tolist() for ids in tokenize(texts, tokenizer)]
 
 
 def _prompt_id(name: str, index: int, order: int) -> str:
@@ -169,112 +413,3 @@ def digest_of(prompts: Iterable[Prompt]) -> str:
 def dataset_name(dataset: DatasetOptions) -> str:
     """The configured name; by default the preset's name, or the file's."""
     return dataset.name or dataset.preset or Path(dataset.path).stem
-
-
-def render(problems: list[Problem], data: DataOptions, tokenizer: Any) -> list[str]:
-    """The text of each prompt, up to the start of the response, for `tokenize`.
-
-    Raises DataError if the template fails.
-    """
-    system = []
-    if data.system_prompt is not None:
-        system = [{"role": "system", "content": data.system_prompt}]
-    suffix = f" {data.prompt_suffix}" if data.prompt_suffix else ""
-    controls = control_tokens(tokenizer)
-    contents = [as_plain_text(problem.problem, controls) + suffix for problem in problems]
-
-    def apply(content: str) -> str:
-        messages = [*system, {"role": "user", "content": content}]
-        options = {"tokenize": False, "add_generation_prompt": True, **data.chat_template_args}
-        text: str = tokenizer.apply_chat_template(messages, **options)
-        text.encode()  # raises for a lone surrogate
-        if len(text) > len(content) + _MAX_TEMPLATE_CHARS:
-            raise ValueError(f"{len(text)} characters for a problem of {len(content)}")
-        return text
-
-    texts: list[str] = _run_in_child(
-        lambda: [apply(content) for content in contents],
-        _TEMPLATE_LIMIT_S,
-        f"chat template of {tokenizer.name_or_path}",
-        "check data.system_prompt and data.chat_template_args, or correct the template",
-    )
-    return texts
-
-
-def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Matches every token that the vocabulary adds to plain text, such as `<|im_end|>` and
-    `<think>`.
-    """
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    controls = [text for text in added if len(text) > 1 and not text.isspace()]
-    if not controls:
-        return None
-    # An expression takes its first alternative that matches, so the longest token comes first.
-    controls.sort(key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, controls)))
-
-
-def as_plain_text(text: str, controls: re.Pattern[str] | None) -> str:
-    """`text` with a mark inside every control token that it spells out; `tokenize` cuts there."""
-    text = text.replace(_BREAK, "")
-    if controls is None:
-        return text
-    return controls.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
-
-
-def tokenize(texts: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
-    """Token ids of each text, cut at its marks.
-
-    Adds no special tokens: the template has written them already.
-
-    Args:
-        texts: Rendered prompts.
-        tokenizer: From `load_tokenizer`.
-
-    Returns:
-        [t] of each text, int32.
-    """
-    # Encodes texts without cuts as a whole, because separate pieces would be tokenized differently
-    # at their borders.
-    pieces_of_texts = [text.split(_BREAK) for text in texts]
-    all_pieces: list[str] = []
-    for pieces in pieces_of_texts:
-        all_pieces += pieces
-    encoded = tokenizer(
-        all_pieces, add_special_tokens=False, return_attention_mask=False, verbose=False
-    )
-
-    ids_of_pieces = iter(encoded["input_ids"])
-    token_ids = []
-    for pieces in pieces_of_texts:
-        ids: list[int] = []
-        for _ in pieces:
-            ids += next(ids_of_pieces)
-        token_ids.append(np.array(ids, dtype=np.int32))
-    return token_ids
-
-
-def _encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    return [ids.tolist() for ids in tokenize(texts, tokenizer)]
-
-
-def _run_in_child(work: Callable[[], Any], seconds: float, where: str, fix: str) -> Any:
-    """The result of `work()`, computed in a process that may crash or be ended.
-
-    Args:
-        work: Runs code or patterns of the model folder.
-        seconds: CPU time of the process.
-        where: Source of what runs, for messages.
-        fix: Advice of the message.
-
-    Raises:
-        DataError: `work` fails, or exceeds the limits of time and memory.
-    """
-    try:
-        with report_wait(f"for the {where}"):
-            return run_limited(work, seconds=seconds, memory_bytes=_MEMORY_BYTES)
-    except (TimeoutError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        if not reason:
-            reason = f"not finished after {seconds:g} s of CPU time"
-        raise DataError(f"{where}: {reason}; {fix}") from error

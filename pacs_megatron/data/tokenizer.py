@@ -1,10 +1,13 @@
 """Tokenizers of Hugging Face checkpoints, and the tokens that end a response."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.text import HUB_ID, local_path
+from pacs_megatron.data.encode import control_tokens
+from pacs_megatron.data.template import text_after_answer
 from pacs_megatron.errors import DataError, shown
 from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.json_reader import read_object
@@ -12,6 +15,9 @@ from pacs_megatron.runtime.processes import run_limited
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 GENERATION_CONFIG = "generation_config.json"
+MODEL_CONFIG = "config.json"
+_STOPS_OF_SGLANG = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Tokens on which SGLang 0.5.23 always stops (srt/utils/hf_transformers/common.py)"""
 _LOAD_LIMIT_S = 120.0
 _LOAD_MEMORY_BYTES = 4 * 2**30
 
@@ -65,42 +71,86 @@ def _fix_of(error: Exception, *, is_local: bool) -> str:
     return "run `pacs-megatron fetch` where the hub can be reached, or give the path of a folder"
 
 
-def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
-    """Ids that end a response, ascending.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTokens:
+    """The tokens that end a response."""
 
-    They are the tokenizer's end of sequence and the tokens of generation_config.json, since chat
-    models end a turn with another token than their base model.
+    listed: frozenset[int]
+    """Of the tokenizer, config.json and generation_config.json, and those that SGLang adds."""
+    template: int | None
+    """The token that the chat template writes after an answer; None if it writes none."""
+    eos: int | None
+    """The tokenizer's end of sequence"""
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids that end a sampled response, ascending."""
+        template = () if self.template is None else (self.template,)
+        return tuple(sorted({*self.listed, *template}))
+
+    @property
+    def end(self) -> int:
+        """The token that ends a demonstration."""
+        if self.template is not None:
+            return self.template
+        return self.stops[0] if self.eos is None else self.eos
+
+
+def stop_token_ids(tokenizer: Any, path: str) -> tuple[int, ...]:
+    """Ids that end a response, ascending: `EndTokens.stops`."""
+    return end_tokens(tokenizer, path).stops
+
+
+def end_tokens(tokenizer: Any, path: str) -> EndTokens:
+    """The tokens that end a response: in every rollout engine, in demonstrations and in exports.
+
+    They are those of the tokenizer, of config.json and of generation_config.json, as in SGLang and
+    `transformers`, and the one that closes a turn of the chat template: a base model with the
+    template of a chat model lists another token.
 
     Args:
         tokenizer: From `load_tokenizer`.
         path: Its folder or hub id.
 
     Raises:
-        DataError: There is none.
+        DataError: There is none, or a file is malformed.
     """
-    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    file = _generation_config(path)
-    if file is not None:
-        ids |= read_eos_ids(file)
-    if not ids:
+    eos = None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    listed = set() if eos is None else {eos}
+    for name in (MODEL_CONFIG, GENERATION_CONFIG):
+        file = _find_file(path, name)
+        if file is not None:
+            listed |= read_eos_ids(file)
+    added = tokenizer.get_added_vocab()
+    listed |= {added[text] for text in _STOPS_OF_SGLANG if text in added}
+
+    tokens = EndTokens(listed=frozenset(listed), template=_turn_end(tokenizer), eos=eos)
+    if not tokens.stops:
         raise DataError(
             f"tokenizer {path}: has no end-of-sequence token; set eos_token in "
             f"tokenizer_config.json or eos_token_id in {GENERATION_CONFIG}"
         )
-    return tuple(sorted(ids))
+    return tokens
 
 
-def _generation_config(path: str) -> Path | None:
+def _turn_end(tokenizer: Any) -> int | None:
+    controls = control_tokens(tokenizer)
+    match = controls and controls.match(text_after_answer(tokenizer).lstrip())
+    return int(tokenizer.convert_tokens_to_ids(match[0])) if match else None
+
+
+def _find_file(path: str, name: str) -> Path | None:
+    """A file of a folder or of a hub id in the cache; None if there is none."""
     folder = local_path(path)
     if folder.is_dir():
-        file = folder / GENERATION_CONFIG
+        file = folder / name
         return file if is_file(file) else None
 
     from transformers.utils import cached_file
 
     cached = cached_file(
         path,
-        GENERATION_CONFIG,
+        name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
@@ -108,7 +158,7 @@ def _generation_config(path: str) -> Path | None:
 
 
 def read_eos_ids(file: Path) -> set[int]:
-    """The ids of generation_config.json. Raises DataError."""
+    """The end tokens of config.json or generation_config.json. Raises DataError."""
     value = read_object(file).get("eos_token_id")
     if value is None:
         return set()

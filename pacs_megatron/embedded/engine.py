@@ -51,7 +51,7 @@ class Vocabulary:
     def from_tokenizer(cls, tokenizer: Any, model_path: str) -> Vocabulary:
         """The vocabulary of a `transformers` tokenizer.
 
-        Its end tokens are those of the tokenizer and of the folder's generation_config.json.
+        Its end tokens are those of every engine (`data.end_tokens`).
 
         Raises:
             DataError: there is no end token.

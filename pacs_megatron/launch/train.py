@@ -144,7 +144,7 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
         ConfigError: it does not.
         ConversionError, DataError: a file of the model is damaged.
     """
-    from pacs_megatron.data.tokenizer import GENERATION_CONFIG, read_eos_ids
+    from pacs_megatron.data.tokenizer import GENERATION_CONFIG, MODEL_CONFIG, read_eos_ids
     from pacs_megatron.models import load_spec
     from pacs_megatron.models.hub import config_folder
 
@@ -154,14 +154,14 @@ def check_model_and_layout(loaded: LoadedConfig, world_size: int) -> None:
     if folder.is_dir():
         spec = load_spec(folder)
         problems += shape_problems(config, spec, folder.name)
-        file = folder / GENERATION_CONFIG
-        eos_ids = read_eos_ids(file) if is_file(file) else set()
-        largest = max(eos_ids, default=0)
-        if largest >= spec.vocab_size:
-            problems.append(
-                f"{file}: eos_token_id is {largest}, but config.json has "
-                f"vocab_size={spec.vocab_size}; correct it"
-            )
+        for file in (folder / MODEL_CONFIG, folder / GENERATION_CONFIG):
+            eos_ids = read_eos_ids(file) if is_file(file) else set()
+            largest = max(eos_ids, default=0)
+            if largest >= spec.vocab_size:
+                problems.append(
+                    f"{file}: eos_token_id is {largest}, but config.json has "
+                    f"vocab_size={spec.vocab_size}; correct it"
+                )
     if problems:
         raise loaded.fail(problems[0])
 

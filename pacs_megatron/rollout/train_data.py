@@ -6,7 +6,8 @@ solution is the only sample of its prompt, with label 1: a demonstration.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +15,82 @@ import numpy as np
 
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
-from pacs_megatron.data import PromptOrder, load_prompts, stop_token_ids
-from pacs_megatron.data.prompts import PromptSet, as_plain_text, control_tokens, digest_of, tokenize
-from pacs_megatron.errors import DataError
+from pacs_megatron.data import (
+    PromptOrder,
+    PromptSet,
+    ResponseRules,
+    end_tokens,
+    load_prompts,
+)
+from pacs_megatron.data.notices import check_dropped
+from pacs_megatron.data.prompts import digest_of
+from pacs_megatron.data.repeats import num_repeated
 from pacs_megatron.rollout.requests import sample_requests
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 
 logger = logging.getLogger(__name__)
 
 
+def load_train(
+    config: RunConfig, model_dir: Path, tokenizer: Any, now: datetime | None = None
+) -> PromptSet:
+    """The training prompts, with the solutions as responses if none are sampled.
+
+    Args:
+        config: of the run.
+        model_dir: the folder with config.json, for the stop tokens.
+        tokenizer: of the model.
+        now: time that the chat template prints; None: the current one.
+
+    Raises:
+        DataError: same as `load_prompts`.
+    """
+    responses = None
+    if not config.rollout.is_sampled:
+        responses = ResponseRules(
+            ends=end_tokens(tokenizer, str(model_dir)),
+            max_tokens=config.rollout.sampling.max_response_tokens,
+        )
+    return load_prompts(config.data.train, config.data, tokenizer, now=now, responses=responses)
+
+
 class TrainData:
     """The training data of a run, and the position in it."""
 
-    def __init__(self, config: RunConfig, model_dir: Path, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        tokenizer: Any,
+        now: datetime | None = None,
+    ) -> None:
         """Loads the data and starts at the first prompt of the first epoch.
 
         Args:
             config: of the run.
             model_dir: the folder with config.json, for the stop tokens.
             tokenizer: of the model.
+            now: time that the chat template prints; None: the current one.
 
         Raises:
-            DataError: if the data cannot be read or have no prompt to train on.
+            DataError: if the data cannot be read, have no prompt to train on, or too many rows are
+                dropped.
         """
         self._config = config
-        self._tokenizer = tokenizer
-        self._demonstrations: dict[str, np.ndarray] = {}
-
-        loaded = load_prompts(config.data.train, config.data, tokenizer)
-        if loaded.num_filtered:
+        self.loaded = load_train(config, model_dir, tokenizer, now)
+        if self.loaded.num_filtered:
             logger.info(
                 "%s: %d rows used, %d outside data.train.where",
-                loaded.name,
-                loaded.num_rows,
-                loaded.num_filtered,
+                self.loaded.name,
+                self.loaded.num_rows,
+                self.loaded.num_filtered,
             )
-        if loaded.num_too_long:
-            logger.info(
-                "%s: %d of %d prompts dropped: more than data.max_prompt_tokens=%s tokens",
-                loaded.name,
-                loaded.num_too_long,
-                loaded.num_rows,
-                config.data.max_prompt_tokens,
-            )
-        self.prompts = loaded.prompts
-        if not config.rollout.is_sampled:
-            self._demonstrations = self._encode(loaded, model_dir)
-            self.prompts = self._demonstrated_prompts(loaded)
+        check_dropped(self.loaded, config.data)
+        self.prompts = self.loaded.prompts
+        self._demonstrations: Mapping[str, np.ndarray] = {}
+        if self.loaded.demonstrations is not None:
+            self._demonstrations = self.loaded.demonstrations.token_ids
+        self.repeats_problems = num_repeated(self.prompts) > 0
 
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
         self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}
@@ -120,50 +150,6 @@ class TrainData:
             run_seed=config.run.seed,
             step=step,
         )
-
-    def _encode(self, loaded: PromptSet, model_dir: Path) -> dict[str, np.ndarray]:
-        """Encodes the solutions; those that exceed `max_response_tokens` are dropped.
-
-        Special tokens in a solution stay text, as in a problem.
-
-        Returns:
-            Prompt id -> int32 [response], with the end-of-sequence token.
-
-        Raises:
-            DataError: if a prompt has no solution.
-        """
-        limit = self._config.rollout.sampling.max_response_tokens
-        end = self._tokenizer.eos_token_id
-        if end is None:
-            end = stop_token_ids(self._tokenizer, str(model_dir))[0]
-
-        demonstrations = {}
-        controls = control_tokens(self._tokenizer)
-        for prompt in loaded.prompts:
-            if not prompt.solution:
-                raise DataError(
-                    f"{self._config.data.train.path}: prompt {prompt.id} has no solution to train "
-                    "on; name the column with data.train.columns.solution"
-                )
-            [ids] = tokenize([as_plain_text(prompt.solution, controls)], self._tokenizer)
-            if len(ids) < limit:
-                demonstrations[prompt.id] = np.array([*ids, end], dtype=np.int32)
-        return demonstrations
-
-    def _demonstrated_prompts(self, loaded: PromptSet) -> tuple[Prompt, ...]:
-        """The prompts whose solution fits. Raises DataError if there are none."""
-        config = self._config
-        prompts = tuple(prompt for prompt in loaded.prompts if prompt.id in self._demonstrations)
-        if not prompts:
-            raise DataError(
-                f"{config.data.train.path}: no demonstration fits "
-                f"rollout.max_response_tokens={config.rollout.sampling.max_response_tokens}; raise "
-                "it"
-            )
-        num_dropped = len(loaded.prompts) - len(prompts)
-        if num_dropped:
-            logger.info("%s: %d demonstrations dropped: too long", loaded.name, num_dropped)
-        return prompts
 
     def _samples(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         """The demonstrations of `prompts` as judged samples; empty if responses are sampled."""

@@ -23,6 +23,8 @@ REPORT_FILE = "report.html"
 METRICS_FILE = "metrics.jsonl"
 CHANGES_FILE = "changes.jsonl"
 """Options that an attempt changed, with the last complete step before it"""
+PROMPTS_FILE = "prompts.json"
+"""File with the time that the prompts of all attempts have, and the notices about the data"""
 LOG_FOLDER = "logs"
 HEARTBEAT_FOLDER = "heartbeats"
 EXIT_CODE_FILE = "exit_code"
@@ -55,6 +57,8 @@ FIXED_KEYS = (
     "batch.samples_per_prompt",
 )
 """Keys that a resumed run may not change, because its metrics would mix two experiments"""
+_NOT_FIXED = ("data.max_dropped_frac",)
+"""Keys below those that change no sample"""
 
 
 def write_exit_code(run_dir: Path, code: int, name: str = EXIT_CODE_FILE) -> None:
@@ -133,7 +137,7 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     changed = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )
-    forbidden = [key for key in changed if key.startswith(FIXED_KEYS)]
+    forbidden = [key for key in changed if key.startswith(FIXED_KEYS) and key not in _NOT_FIXED]
     if forbidden:
         raise ConfigError(
             f"{run_dir} contains a run with another {forbidden[0]}; use the same, or choose "

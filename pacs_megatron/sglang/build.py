@@ -8,7 +8,7 @@ from pathlib import Path
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions, RoutingKind
 from pacs_megatron.errors import ConfigError, RolloutError
-from pacs_megatron.models import ModelSpec, load_spec
+from pacs_megatron.models import load_spec
 from pacs_megatron.runtime.environment import visible_gpus
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
@@ -180,9 +180,21 @@ def _await(waiting: set[Future[None]], is_over: Callable[[], bool]) -> None:
 
 
 def open_engine(
-    options: SglangRollout, model: ModelOptions, folder: Path, routing: RoutingKind = "own"
+    options: SglangRollout,
+    model: ModelOptions,
+    folder: Path,
+    routing: RoutingKind = "own",
+    *,
+    stops: Sequence[int] = (),
 ) -> SglangEngine:
     """The engine, with all servers running and STALE: push weights, then call `set_current`.
+
+    Args:
+        options: of the servers.
+        model: that the servers load.
+        folder: of the servers' logs and pid files.
+        routing: `policy.routing`.
+        stops: tokens that end a response (`data.stop_token_ids`).
 
     Raises:
         RolloutError: a server does not start.
@@ -208,7 +220,15 @@ def open_engine(
             Server(server.api, server, trainer_rank=rank)
             for server, rank in zip(managed, ranks, strict=True)
         ]
-    return _engine(servers, options, spec, routes)
+    try:
+        return SglangEngine(
+            servers, options, vocab_size=spec.vocab_size, routes=routes, stops=stops
+        )
+    except BaseException:
+        for server in servers:
+            if server.managed is not None:
+                server.managed.close()
+        raise
 
 
 def _external_servers(options: SglangRollout) -> list[Server]:
@@ -216,19 +236,6 @@ def _external_servers(options: SglangRollout) -> list[Server]:
         Server(api, trainer_rank=_sending_rank(options, index))
         for index, api in enumerate(server_apis(options, options.urls))
     ]
-
-
-def _engine(
-    servers: list[Server], options: SglangRollout, spec: ModelSpec, routes: RoutesShape | None
-) -> SglangEngine:
-    """The engine; if it does not start, ends the managed servers."""
-    try:
-        return SglangEngine(servers, options, vocab_size=spec.vocab_size, routes=routes)
-    except BaseException:
-        for server in servers:
-            if server.managed is not None:
-                server.managed.close()
-        raise
 
 
 def _sending_rank(options: SglangRollout, index: int, devices: str | None = None) -> int:

@@ -103,6 +103,7 @@ class SglangEngine(Closing):
         *,
         vocab_size: int,
         routes: RoutesShape | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         """Starts the event loop and the probes.
 
@@ -111,7 +112,9 @@ class SglangEngine(Closing):
             options: limits, timeouts and retries.
             vocab_size: token ids of prompts and responses are smaller than this.
             routes: shape of the experts of training samples; None: samples have no experts.
+            stops: tokens that end a response, in addition to those that the servers know.
         """
+        self._stops = tuple(stops)
         self._routes = routes
         self._options = options
         self._vocab_size = vocab_size
@@ -403,7 +406,7 @@ class SglangEngine(Closing):
         if self._routes is not None and state.request.is_for_training:
             routes = self._routes._replace(prompt_len=len(state.request.token_ids))
             limit += routes.num_bytes(max_tokens)
-        body = request_body(state.request, rid, with_routes=routes is not None)
+        body = request_body(state.request, rid, with_routes=routes is not None, stops=self._stops)
         data = await self._post_generate(server, body, limit)
         response = await self._loop.run_in_executor(
             self._decoder, decode, data, rid, max_tokens, routes

@@ -2,6 +2,7 @@
 
 import base64
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,13 +76,16 @@ class _Parsed(NamedTuple):
     """base64 text, or None"""
 
 
-def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False) -> bytes:
+def request_body(
+    request: SampleRequest, rid: str, *, with_routes: bool = False, stops: Sequence[int] = ()
+) -> bytes:
     """The JSON of a `/generate` request.
 
     Args:
         request: prompt, sampling parameters and seed.
         rid: id of the request on the server.
         with_routes: also requests the experts of the tokens.
+        stops: tokens that end the response, in addition to those that the server knows.
     """
     params = request.params
     sampling: dict[str, Any] = {
@@ -93,6 +97,8 @@ def request_body(request: SampleRequest, rid: str, *, with_routes: bool = False)
         "sampling_seed": request.seed,
         "no_stop_trim": True,
     }
+    if stops:
+        sampling["stop_token_ids"] = list(stops)
     if params.stop:
         sampling["stop"] = list(params.stop)
     body = {

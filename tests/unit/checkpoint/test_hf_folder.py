@@ -22,7 +22,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from pacs_megatron.checkpoint import staging
-from pacs_megatron.checkpoint.hf_folder import HfFolder, HfFolderWriter, hf_tensors
+from pacs_megatron.checkpoint.hf_folder import (
+    HfFolder,
+    HfFolderWriter,
+    copy_hf_metadata,
+    hf_tensors,
+)
 from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from pacs_megatron.errors import CheckpointError, ConversionError, PacsError
 from pacs_megatron.models import load_spec, weight_table
@@ -483,3 +488,45 @@ def test_a_link_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
         "out.partial-2",
     ]
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops", "expected"),
+    [
+        (258, {"eos_token_id": [258], "top_k": 9}, (258,), None),
+        (258, {"eos_token_id": 258}, (258,), None),
+        (258, "no file", (258,), None),
+        ([256, 258], "no file", (258, 256), None),
+        (258, {"eos_token_id": [256], "top_k": 9}, (256, 258), {"top_k": 9}),
+        ([256, 258], {}, (256, 258), {}),
+        (258, "no file", (256, 258), {"bos_token_id": 256, "pad_token_id": 256}),
+    ],
+)
+def test_an_export_lists_the_stop_tokens_of_the_run(
+    tiny_qwen3: Path,
+    tmp_path: Path,
+    config: Any,
+    generation: Any,
+    stops: tuple[int, ...],
+    expected: dict[str, Any] | None,
+) -> None:
+    """`expected` are the other keys of the new generation_config.json; None: it stays as it is."""
+    source = tmp_path / "source"
+    target = tmp_path / "target"
+    target.mkdir()
+    shutil.copytree(tiny_qwen3, source)
+    model = json.loads((source / "config.json").read_text()) | {"eos_token_id": config}
+    (source / "config.json").write_text(json.dumps(model))
+    file = source / "generation_config.json"
+    file.unlink(missing_ok=True)
+    if generation != "no file":
+        file.write_text(json.dumps(generation))
+
+    copy_hf_metadata(source, target, dtypes={torch.float32}, stop_token_ids=stops)
+    written = target / "generation_config.json"
+    if expected is None:
+        assert written.exists() == file.exists()
+        assert not written.exists() or written.read_bytes() == file.read_bytes()
+    else:
+        found = json.loads(written.read_text())
+        assert found == {**expected, "eos_token_id": sorted(stops)}

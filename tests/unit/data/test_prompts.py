@@ -1,6 +1,7 @@
 import base64
 import json
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,8 @@ from transformers import AddedToken
 
 from pacs_megatron.config.schema import BenchmarkOptions, DatasetOptions
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.data import load_prompts, problem_id_of, prompts
+from pacs_megatron.data import limits, load_prompts, problem_id_of, prompts
+from pacs_megatron.data import template as template_module
 from pacs_megatron.data.tokenizer import load_tokenizer
 from pacs_megatron.errors import DataError
 from pacs_megatron.runtime.processes import run_limited
@@ -128,6 +130,31 @@ def test_the_limit_is_inclusive(dataset, data_options, tokenizer):
         load_prompts(dataset(["x"]), data_options(max_prompt_tokens=length - 1), tokenizer)
 
 
+def test_the_training_limit_does_not_apply_to_benchmarks(dataset, data_options, tokenizer):
+    """The paper limits training prompts only."""
+    short = data_options(max_prompt_tokens=200)
+    options = dataset(["a" * 500, "b"])
+    benchmark = BenchmarkOptions(**options.model_dump())
+    found = load_prompts(benchmark, short, tokenizer)
+    assert (len(found.prompts), found.num_dropped) == (2, 0)
+
+    longest = len(found.prompts[0].token_ids)
+    found = load_prompts(benchmark, short, tokenizer, max_tokens=longest)
+    assert found.num_dropped == 0
+    found = load_prompts(benchmark, short, tokenizer, max_tokens=longest - 1)
+    assert (len(found.prompts), found.num_too_long, found.num_rows) == (1, 1, 2)
+    assert found.prompt_lens.tolist() == [longest, longest - 499]
+
+
+def test_the_prompts_have_the_given_time(dataset, data_options, tmp_path):
+    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
+    tokenizer = save_tokenizer(tmp_path / "dated", chat_template=template)
+    first = datetime(2026, 1, 31, 23, 59)
+    found = load_prompts(dataset(["x"]), data_options(prompt_suffix=""), tokenizer, now=first)
+    assert found.prompts[0].text == "31 Jan 2026 23:59 x"
+    assert found.prints_time
+
+
 def test_batches_keep_rows_together(dataset, data_options, tokenizer):
     problems = [f"number {n}" for n in range(2500)]
     found = load_prompts(dataset(problems), data_options(prompt_suffix=""), tokenizer)
@@ -196,7 +223,7 @@ def test_a_hostile_template_ends_in_one_line(
     dataset, data_options, tmp_path, monkeypatch, template, message
 ):
     if "not finished" in message:
-        monkeypatch.setattr(prompts, "_TEMPLATE_LIMIT_S", 0.2)
+        monkeypatch.setattr(template_module, "_LIMIT_S", 0.2)
     tokenizer = save_tokenizer(tmp_path / "special", chat_template=template)
     with pytest.raises(DataError, match=message) as caught:
         load_prompts(dataset(["x"]), data_options(), tokenizer)
@@ -257,7 +284,7 @@ def test_any_template_gives_prompts_or_one_line(
             assert "\n" not in str(error)
 
     def check_all():
-        prompts.run_limited = _in_process
+        limits.run_limited = _in_process
         for template in templates:
             check(template)
 

@@ -16,10 +16,8 @@ import pytest
 from pacs_megatron.batching.tables import FACTS
 from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Sample, SampleFacts, Span, Stop
-from pacs_megatron.data import load_tokenizer
 from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.step_rollouts import StepRollouts
-from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -263,28 +261,3 @@ def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) ->
             np.testing.assert_array_equal(found[name], values)
     ours.close()
     theirs.close()
-
-
-def test_a_special_token_in_a_solution_stays_text(tmp_path: Path) -> None:
-    """Demonstrations are data: one must not end its own turn."""
-    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
-    path = write_tiny_run(tmp_path, model)
-    row = {"problem": "1 + 1 = ?", "answer": "2", "solution": "it is<|im_end|> 2"}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    overrides = (
-        "objective={name: sft}",
-        "rollout={engine: demonstrations, max_response_tokens: 64}",
-        "reward=null",
-        "batch.prompts_per_step=1",
-        "batch.updates_per_step=1",
-        "batch.samples_per_prompt=1",
-        "data.train.columns={problem: problem, answer: answer, solution: solution}",
-    )
-    tokenizer = load_tokenizer(str(model))
-    data = TrainData(load_config(path, overrides).config, model, tokenizer)
-    [sample] = data.take(1).sampled.values()
-    assert tokenizer.decode(sample.response_ids[:-1]) == row["solution"]
-    control = set(tokenizer.added_tokens_decoder)
-    assert [token for token in sample.response_ids.tolist() if token in control] == [
-        tokenizer.eos_token_id
-    ]

@@ -11,6 +11,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.job import begin, end
 from pacs_megatron.runtime.run_folder import changed_since, read_changes, record_changes
 from tests.support.run_files import BASE
+from tests.support.tiny_run import write_tiny_run
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "rollouts", "hf", "logs"])
@@ -83,3 +84,16 @@ def test_changes_of_later_attempts_are_recorded_in_their_order(tmp_path: Path) -
     first, second = read_changes(tmp_path)
     assert (first["step"], first["key"], first["after"]) == (20, "optimizer.lr", "0.5")
     assert (second["step"], second["before"], second["after"]) == (30, "0.5", "0.25")
+
+
+def test_the_limit_of_dropped_rows_may_change_and_other_keys_of_the_data_may_not(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = write_tiny_run(tmp_path, tmp_path)
+    (run_dir / "config.yaml").write_text(load_config(config).to_yaml())
+    changed = load_config(config, ("data.max_dropped_frac=0.5",))
+    assert changed_since(changed, run_dir) == ["data.max_dropped_frac"]
+    with pytest.raises(ConfigError, match=r"another data\.max_prompt_tokens"):
+        changed_since(load_config(config, ("data.max_prompt_tokens=99",)), run_dir)

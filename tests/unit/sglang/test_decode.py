@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from pacs_megatron.sglang.decode import BadResponseError, decode
-from tests.support.servers.client import answer
+from pacs_megatron.sglang.decode import BadResponseError, decode, request_body
+from tests.support.servers.client import answer, requests
+
+
+def test_a_request_has_the_stop_tokens_of_the_run() -> None:
+    [request] = requests(1)
+    params = json.loads(request_body(request, "r", stops=(256, 258)))["sampling_params"]
+    assert params["stop_token_ids"] == [256, 258] and params["no_stop_trim"] is True
+    assert "stop_token_ids" not in json.loads(request_body(request, "r"))["sampling_params"]
 
 
 @pytest.mark.parametrize(
