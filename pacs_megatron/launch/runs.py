@@ -25,7 +25,12 @@ from pacs_megatron.launch.job import (
 )
 from pacs_megatron.runtime.files import read_rows
 from pacs_megatron.runtime.json_reader import read_object
-from pacs_megatron.runtime.run_folder import EXIT_CODE_FILE, HEARTBEAT_FOLDER, METRICS_FILE
+from pacs_megatron.runtime.run_folder import (
+    EXIT_CODE_FILE,
+    HEARTBEAT_FOLDER,
+    METRICS_FILE,
+    PROMPTS_FILE,
+)
 from pacs_megatron.runtime.run_lock import RunLock, lock_owner
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
@@ -60,9 +65,19 @@ def status(run_dir: Path) -> str:
     lines += _heartbeats(run_dir, _last_change(run_dir, attempts))
     lines.append(f"checkpoint {newest_position(run_dir) or 'none yet'}")
     lines += _last_metrics(run_dir)
+    lines += [f"notice     {line}" for line in _notices(run_dir)]
     if (run_dir / "STOP").exists():
         lines.append("stop       requested (STOP); the run saves and stops")
     return "\n".join(lines)
+
+
+def _notices(run_dir: Path) -> list[str]:
+    """The notices of the last attempt about its data; none of an earlier release."""
+    try:
+        notices = read_object(run_dir / PROMPTS_FILE)["notices"]
+    except (DataError, KeyError):
+        return []
+    return [str(line) for line in notices] if isinstance(notices, list) else []
 
 
 def _attempt_line(row: JobRow, queued: dict[str, str]) -> str:

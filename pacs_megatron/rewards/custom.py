@@ -1,5 +1,6 @@
 """A user's own reward function, named in the configuration."""
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pacs_megatron.config.reward_options import CustomReward
+from pacs_megatron.config.reward_options import AnyReward, CustomReward, WeightedReward
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Judgement, Prompt
 from pacs_megatron.errors import ConfigError, RewardError, shown
@@ -97,6 +98,38 @@ def find_file(function: str) -> Path | None:
             "the path"
         )
     return file
+
+
+def file_digests(reward: AnyReward | None) -> dict[str, str]:
+    """`reward.function` -> digest of the file that defines it, of every custom reward.
+
+    Two attempts of a run compare them: a changed file gives other rewards. A module that is not
+    found has none. Raises ConfigError for a file that does not exist.
+    """
+    rewards: list[Any] = [reward]
+    if isinstance(reward, WeightedReward):
+        rewards = [component.reward for component in reward.components]
+
+    digests = {}
+    for one in rewards:
+        if not isinstance(one, CustomReward):
+            continue
+        file = find_file(one.function) or _module_file(one.function)
+        if file is not None:
+            content = file.read_bytes()
+            digests[one.function] = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return digests
+
+
+def _module_file(function: str) -> Path | None:
+    """The source file of `module:function`; None if it is not found."""
+    try:
+        spec = importlib.util.find_spec(function.rpartition(":")[0])
+    except Exception:  # noqa: BLE001  the packages around the module run here
+        return None
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+        return None
+    return Path(spec.origin)
 
 
 def _load_file(file: Path) -> ModuleType:

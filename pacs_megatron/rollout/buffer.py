@@ -125,6 +125,8 @@ class RolloutBuffer:
         saved: Message,
         prompts: Mapping[str, Prompt],
         requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
+        *,
+        judge_again: bool = False,
     ) -> None:
         """Loads saved steps and submits their samples without a verdict to the judge.
 
@@ -132,11 +134,15 @@ class RolloutBuffer:
             saved: the result of `state`.
             prompts: the data's prompts by id.
             requests_of: returns the requests of a step's prompts.
+            judge_again: drops the verdicts of steps whose samples no rank has received, so that one
+                reward judges a step.
         """
         header, arrays = saved
         self.sent.load_state_dict(header["sent"])
         for rollouts in rollouts_from_message(header, arrays, prompts, requests_of):
             self._steps[rollouts.step] = rollouts
+            if judge_again and self._judge is not None and not rollouts.is_returned:
+                rollouts.drop_verdicts()
             if self._engine is not None and not rollouts.cancelled:
                 rollouts.num_admitted = sum(self._admits(group) for group in rollouts.groups())
             # A list, because the judge's threads change `sampled` at once.

@@ -153,7 +153,9 @@ class Rollouts:
 
         def call() -> None:
             if self._driver is not None:
-                self._driver.call(request, arrays)
+                header, _ = self._driver.call(request, arrays)
+                for line in header["notices"]:
+                    logger.warning("%s", line)
 
         self._channel.run_together(call)
 

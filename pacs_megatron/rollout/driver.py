@@ -30,17 +30,17 @@ import numpy as np
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.data import load_prompts, load_tokenizer
+from pacs_megatron.data import load_tokenizer, stop_token_ids
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
 from pacs_megatron.rollout.requests import evaluation_requests
+from pacs_megatron.rollout.run_prompts import RunPrompts
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
 from pacs_megatron.rollout.step_results import StepResults
 from pacs_megatron.rollout.step_rollouts import StepRollouts
-from pacs_megatron.rollout.train_data import TrainData
 from pacs_megatron.rollout.wire import Connection
 from pacs_megatron.runtime.json_reader import parsing
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
@@ -72,11 +72,10 @@ class Driver:
         self._connection = connection
         self._tokenizer = load_tokenizer(str(model_dir), config.model.trust_remote_code)
         self._decoding = threading.Lock()
-        self._data = TrainData(config, model_dir, self._tokenizer)
-        self._benchmarks = [
-            load_prompts(benchmark, config.data, self._tokenizer)
-            for benchmark in config.evaluation.benchmarks
-        ]
+        self._stops = stop_token_ids(self._tokenizer, str(model_dir))
+        self._prompts = RunPrompts(config, run_dir, model_dir, self._tokenizer)
+        self._data = self._prompts.train
+        self._benchmarks = self._prompts.benchmarks
 
         self._request: OpenRequest | None = None
         self._to_start: list[StepRollouts] = []
@@ -91,7 +90,7 @@ class Driver:
         if config.reward is not None:
             self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
         self._engine = self._open_engine(run_dir, model_dir)
-        self._results = StepResults(config, run_dir, self._data, self._judge, self._decode)
+        self._results = StepResults(config, run_dir, self._prompts, self._judge, self._decode)
         self._buffer = RolloutBuffer(
             self._judge, self._engine, self._data.take, self._wake, self._results.admits
         )
@@ -106,9 +105,7 @@ class Driver:
 
         A PacsError becomes an error response; any other exception ends the process.
         """
-        self._connection.send(
-            {"kind": "ready", "request": 0, "num_prompts": len(self._data.prompts)}
-        )
+        self._send_ready()
         while True:
             wait_s = PROGRESS_INTERVAL_S if self._request else None
             if self._to_start:
@@ -174,18 +171,23 @@ class Driver:
             self._judge.close()
         self._buffer.forget(trained)
         header, arrays = self._buffer.state()
-        return {"kind": "state", "order": self._data.order.state_dict(), "buffer": header}, arrays
+        return {"kind": "state", "order": self._prompts.position(), "buffer": header}, arrays
 
     def load_state(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Message:
-        """Inverse of `state`. Raises CheckpointError."""
+        """Inverse of `state`; the response has a line for each change since. Raises
+        CheckpointError.
+        """
         with parsing("the checkpoint's state.json (driver)", CheckpointError):
-            self._data.order.load_state_dict(header["order"])
+            changes = self._prompts.load_position(header["order"])
+            has_other_reward = self._prompts.has_other_reward(header["order"])
         with parsing("the checkpoint's buffer.json", CheckpointError):
             buffer = header["buffer"]
             if buffer is not None:
                 saved = (buffer, dict(arrays))
-                self._buffer.load_state(saved, self._data.by_id, self._data.requests)
-        return {"kind": "loaded"}, {}
+                self._buffer.load_state(
+                    saved, self._data.by_id, self._data.requests, judge_again=has_other_reward
+                )
+        return {"kind": "loaded", "notices": changes}, {}
 
     def begin_update(self, *, is_release: bool) -> Message:
         """Pauses requests to the servers until `set_current`; returns the servers of the update,
@@ -243,6 +245,16 @@ class Driver:
 
     # ----------------------------------------------------------------------------------------------
 
+    def _send_ready(self) -> None:
+        message = {
+            "kind": "ready",
+            "request": 0,
+            "num_prompts": len(self._data.prompts),
+            "notices": self._prompts.notices,
+            "stop_token_ids": self._stops,
+        }
+        self._connection.send(message)
+
     def _open_engine(self, run_dir: Path, model_dir: Path) -> SglangEngine | None:
         """SGLang's client, with the managed servers started; None for other engines."""
         config = self._config
@@ -255,7 +267,13 @@ class Driver:
             if header["op"] != "start_servers":
                 raise RolloutError("the trainer ended before the servers started")
         model = config.model.model_copy(update={"path": str(model_dir)})
-        return open_engine(config.rollout.sglang, model, run_dir / "servers", config.policy.routing)
+        return open_engine(
+            config.rollout.sglang,
+            model,
+            run_dir / "servers",
+            config.policy.routing,
+            stops=self._stops,
+        )
 
     def _dispatch(self, step: int) -> list[StepRollouts]:
         """Dispatches `step` and the later steps that may be sampled with the same weights; returns

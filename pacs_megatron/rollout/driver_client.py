@@ -54,6 +54,8 @@ class DriverClient:
         """
         self.should_stop: Callable[[], bool] = lambda: False
         """whether this rank has a stop request"""
+        self.notices: list[str] = []
+        """lines about the data and about changes since the checkpoint, which rank 0 logs"""
         self._timeout_s = timeout_s
 
         ours, theirs = socket.socketpair()

@@ -8,11 +8,14 @@ from hashlib import blake2b
 from typing import Literal
 
 from pacs_megatron.config.layout import draws_of
-from pacs_megatron.config.schema import EvaluationOptions
+from pacs_megatron.config.schema import EvaluationOptions, RunConfig
 from pacs_megatron.contracts import Prompt, SampleRequest, SamplingOptions
 from pacs_megatron.data import PromptSet
+from pacs_megatron.errors import ConfigError
 
 Purpose = Literal["train", "eval"]
+_RESERVED_BY_SGLANG = 2
+"""Tokens of the context that a request cannot use (srt/managers/scheduler.py, tp_worker.py)"""
 
 
 def sample_requests(
@@ -68,6 +71,36 @@ def evaluation_requests(
             purpose="eval",
         )
     return requests
+
+
+def max_benchmark_prompt(config: RunConfig, max_positions: int) -> int | None:
+    """Tokens of the longest problem of a benchmark whose response can have its maximum length.
+
+    Args:
+        config: of the run.
+        max_positions: context of the model, tokens.
+
+    Returns:
+        None without `evaluation.sampling`.
+
+    Raises:
+        ConfigError: the response alone exceeds the context.
+    """
+    sampling = config.evaluation.sampling
+    if sampling is None:
+        return None
+    context = max_positions
+    if config.rollout.sglang is not None:
+        servers = config.rollout.sglang.servers
+        limits = () if servers is None else (servers.context_length, servers.max_total_tokens)
+        context = min([context, *(limit for limit in limits if limit is not None)])
+        context -= _RESERVED_BY_SGLANG
+    if context <= sampling.max_response_tokens:
+        raise ConfigError(
+            f"evaluation.sampling.max_response_tokens={sampling.max_response_tokens} and a problem "
+            f"exceed the model's context of {context}; lower it"
+        )
+    return context - sampling.max_response_tokens
 
 
 def sample_seed(

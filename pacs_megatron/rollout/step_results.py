@@ -18,10 +18,12 @@ from pacs_megatron.batching.tables import facts_to_arrays, tabulate, tokens_to_a
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Group, Sample
 from pacs_megatron.data.prompts import PromptSet
+from pacs_megatron.data.repeats import num_repeated
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
 from pacs_megatron.rollout.admission import Admitted, admit, shuffle_labels
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.passk import count_problem
+from pacs_megatron.rollout.run_prompts import RunPrompts
 from pacs_megatron.rollout.sample_arrays import Message, write_record
 from pacs_megatron.rollout.step_rollouts import (
     SentWeights,
@@ -29,7 +31,6 @@ from pacs_megatron.rollout.step_rollouts import (
     rollout_metrics,
     staleness_metrics,
 )
-from pacs_megatron.rollout.train_data import TrainData
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,14 @@ class StepResults:
         self,
         config: RunConfig,
         run_dir: Path,
-        data: TrainData,
+        prompts: RunPrompts,
         judge: Judge | None,
         decode: Callable[[np.ndarray], str],
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._data = data
+        self._prompts = prompts
+        self._data = prompts.train
         self._judge = judge
         self._decode = decode
         self._min_group_size = 2 if config.objective.compares_siblings else 1
@@ -99,6 +101,8 @@ class StepResults:
         facts, tokens = tabulate(groups, routing=config.policy.routing)
         arrays = facts_to_arrays(facts) | tokens_to_arrays(tokens)
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
+        if self._data.repeats_problems:
+            metrics["data/repeated_problems"] = float(num_repeated(rollouts.prompts))
         if config.admission.refill_rounds:
             metrics["admission/refills"] = float(rollouts.refills)
         if max_staleness:
@@ -111,7 +115,7 @@ class StepResults:
         logger.info("step %d: %d samples in %.2f s", step, len(judged), seconds)
         # Rank 0 keeps it, so that a run whose driver dies later can still save the checkpoint after
         # this step.
-        order = None if max_staleness else self._data.order.state_dict()
+        order = None if max_staleness else self._prompts.position()
         return {"kind": "groups", "ids": facts.ids, "metrics": metrics, "order": order}, arrays
 
     def evaluation(self, rollouts: StepRollouts, benchmarks: Sequence[PromptSet]) -> Message:

@@ -118,6 +118,14 @@ class StepRollouts:
             samples += [self.sampled[sample_id] for sample_id in ids if sample_id in self.judged]
         return samples
 
+    def drop_verdicts(self) -> None:
+        """Removes reward, label and failure of all samples, which are judged again then."""
+        self.judged = set()
+        for sample_id, sample in self.sampled.items():
+            self.sampled[sample_id] = replace(
+                sample, reward=None, label=None, reward_details=None, failure=None
+            )
+
     def cancel_rest(self) -> list[str]:
         """Cancels every request that is not judged. Returns the ids of those in flight."""
         in_flight = [request.id for request in self.missing]

@@ -63,6 +63,8 @@ class RunContext:
     saver: Saver
     stop: StopFlag
     critic: Critic | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """tokens that end a response, on rank 0; every export lists them"""
 
     @property
     def reset_every(self) -> int | None:
@@ -104,7 +106,9 @@ def build_on_all_ranks(
         if config.rollout.starts_servers_on_trainer_gpus:
             with suppress(RolloutError):  # if the driver ended, `receive` raises its error
                 driver.reply({"op": "start_servers"})
-        driver.receive()  # "ready", or the driver's error
+        ready, _ = driver.receive()  # or the driver's error
+        driver.notices = ready["notices"]
+        run.stop_token_ids = tuple(ready["stop_token_ids"])
 
     run = channel.run_together(build_here)
     channel.run_together(await_driver, only=0)

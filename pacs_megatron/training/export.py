@@ -29,7 +29,7 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
         with HfFolderWriter(target, tensors) as writer:
             for name, tensor in model.export_weights():
                 writer.put(name, tensor.cpu())
-            writer.finish(run.model_dir)
+            writer.finish(run.model_dir, run.stop_token_ids)
 
         if previous.exists():
             _remove_previous(previous, target)

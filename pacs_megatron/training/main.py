@@ -144,6 +144,8 @@ def _train(
             raise
 
         setup_logging(run_dir / folders.LOG_FOLDER, rank_number)
+        for line in driver.notices if driver is not None else ():
+            logger.warning("%s", line)
         watchdog = Watchdog(
             run_dir,
             rank_number,

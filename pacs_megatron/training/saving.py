@@ -109,6 +109,7 @@ def _contents(
         },
         rng=rng,
         hf_metadata=run.model_dir,
+        stop_token_ids=run.stop_token_ids,
         dtype=run.policy.config.params_dtype,
         buffer=driver_state.buffer,
         open_step=open_step,

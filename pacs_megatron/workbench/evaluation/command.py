@@ -8,6 +8,7 @@ import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,19 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
-from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
+from pacs_megatron.data import PromptSet, load_tokenizer, stop_token_ids
+from pacs_megatron.data.notices import check_dropped, notices
 from pacs_megatron.errors import CheckpointError, ConfigError, RewardError
-from pacs_megatron.models import read_spec, weight_table
+from pacs_megatron.models import load_spec, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.observability.progress import Progress
+from pacs_megatron.rewards.custom import file_digests
 from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
+from pacs_megatron.rollout.run_prompts import load_benchmarks
 from pacs_megatron.runtime.files import (
     check_distinct,
     check_output,
@@ -47,7 +51,7 @@ from pacs_megatron.workbench.evaluation.results import (
     summarize,
     table,
 )
-from pacs_megatron.workbench.evaluation.sample_file import SampleFile
+from pacs_megatron.workbench.evaluation.sample_file import REWARD_FILES, SampleFile, first_time
 from pacs_megatron.workbench.evaluation.samplers import EmbeddedSampler, ServerSampler, push_folder
 
 logger = logging.getLogger(__name__)
@@ -226,22 +230,21 @@ class _Evaluation:
         options = config.evaluation
         assert config.reward is not None
         tokenizer = load_tokenizer(str(folder.path), config.model.trust_remote_code)
-        prompt_sets = [
-            load_prompts(benchmark, config.data, tokenizer) for benchmark in options.benchmarks
-        ]
+        certified = certified_digests(folder) if self.verify else {}
+        produced_by = self._produced_by(folder, tokenizer, certified)
+        now = first_time(target, produced_by)
+        prompt_sets = self._load(folder, tokenizer, now)
         requests = evaluation_requests(options, prompt_sets, run_seed=config.run.seed, step=0)
         prompts: dict[str, Prompt] = {}
         for prompt_set in prompt_sets:
             prompts |= {prompt.id: prompt for prompt in prompt_set.prompts}
 
-        certified = certified_digests(folder) if self.verify else {}
-        produced_by = self._produced_by(folder, tokenizer, certified)
         judged_by = self._judged_by()
         # A folder that cannot be written is an error before --rejudge replaces the samples.
         check_output(target / HARNESS_NAME, b'{\n  "results": ')
         check_output(target / RESULTS_NAME, b'{\n "model": ')
 
-        with SampleFile(target, produced_by, judged_by, prompts) as samples:
+        with SampleFile(target, produced_by, judged_by, prompts, now) as samples:
             self._complete(samples, requests, prompts, folder, tokenizer)
             outcomes = [samples.outcomes[request.id] for request in requests]
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
@@ -272,6 +275,19 @@ class _Evaluation:
         write_outputs(outputs)
         return f"{table(results)}\n{target / RESULTS_NAME}"
 
+    def _load(self, folder: HfFolder, tokenizer: Any, now: datetime) -> list[PromptSet]:
+        """The prompts of every benchmark; logs the notices about them.
+
+        Raises DataError, also if too many problems do not fit into the model's context.
+        """
+        max_positions = load_spec(folder.path).max_positions
+        prompt_sets = load_benchmarks(self.config, max_positions, tokenizer, now)
+        for prompt_set in prompt_sets:
+            check_dropped(prompt_set, self.config.data)
+            for line in notices(prompt_set, now):
+                logger.warning("%s", line)
+        return prompt_sets
+
     def _produced_by(
         self, folder: HfFolder, tokenizer: Any, certified: Mapping[str, str]
     ) -> dict[str, Any]:
@@ -300,6 +316,9 @@ class _Evaluation:
         rule = self.config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
         judged_by = {f"reward.{key}": value for key, value in rule.items()}
         judged_by["admission.truncated"] = self.config.admission.truncated
+        files = file_digests(self.config.reward)
+        if files:
+            judged_by[REWARD_FILES] = files
         return judged_by
 
     def _complete(

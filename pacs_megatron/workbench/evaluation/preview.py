@@ -5,6 +5,8 @@ verifier receive them.
 import importlib
 import queue
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,14 +14,23 @@ import numpy as np
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.reward_options import AnyReward
+from pacs_megatron.config.schema import DataOptions
+from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.data import PromptSet, load_prompts, load_tokenizer
+from pacs_megatron.data import PromptSet, load_tokenizer
+from pacs_megatron.data.notices import check_dropped, notices
 from pacs_megatron.data.sources import find_source
-from pacs_megatron.errors import RewardError
+from pacs_megatron.errors import ConversionError, DataError, RewardError
+from pacs_megatron.models import load_spec
+from pacs_megatron.models.hub import config_folder
 from pacs_megatron.rewards.code import NO_PROGRAM
 from pacs_megatron.rewards.pool import RewardPool, Verdict, received
+from pacs_megatron.rollout.run_prompts import load_benchmarks
+from pacs_megatron.rollout.train_data import load_train
 
 _MAX_UNVERIFIED = 10
+_NO_LIMIT = 2**31 - 1
+"""Context of a model whose config.json is not here, tokens"""
 
 
 class Unverified(NamedTuple):
@@ -102,19 +113,44 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
         for path in dataset.paths:
             find_source(path)
 
+    now = datetime.now()
+    folder = config_folder(local_path(config.model.path))
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    train = load_train(config, folder, tokenizer, now)
+    prompt_sets = [train, *load_benchmarks(config, _max_positions(folder), tokenizer, now)]
+
     texts = []
-    for dataset in datasets:
-        prompt_set = load_prompts(dataset, config.data, tokenizer)
+    for dataset, prompt_set in zip(datasets, prompt_sets, strict=True):
         unverified = None
         if config.reward is not None:
             unverified = check_gold(prompt_set.prompts, config.reward)
-        texts.append(render(prompt_set, dataset.path, unverified, rows))
+        lines = notices(prompt_set, now, train=None if prompt_set is train else train)
+        lines += _error_of_a_run(prompt_set, config.data)
+        texts.append(render(prompt_set, dataset.path, unverified, rows, lines))
     return "\n\n".join(texts)
 
 
+def _max_positions(folder: Path) -> int:
+    """The context of the model, tokens."""
+    with suppress(ConversionError):  # a preview needs the tokenizer only
+        return load_spec(folder).max_positions
+    return _NO_LIMIT
+
+
+def _error_of_a_run(prompt_set: PromptSet, data: DataOptions) -> list[str]:
+    try:
+        check_dropped(prompt_set, data)
+    except DataError as error:
+        return [f"a run ends with this error: {error}"]
+    return []
+
+
 def render(
-    prompt_set: PromptSet, path: str, unverified: Sequence[Unverified] | None, rows: int
+    prompt_set: PromptSet,
+    path: str,
+    unverified: Sequence[Unverified] | None,
+    rows: int,
+    notice_lines: Sequence[str] = (),
 ) -> str:
     """One data set as text.
 
@@ -123,19 +159,32 @@ def render(
         path: as configured.
         unverified: None without a reward.
         rows: number of prompts to print.
+        notice_lines: properties of the data set.
     """
     lengths = np.array([len(prompt.token_ids) for prompt in prompt_set.prompts])
-    median = int(np.percentile(lengths, 50))
-    percentile_95 = int(np.percentile(lengths, 95))
+    demonstrations = prompt_set.demonstrations
+    num_too_long = f"{prompt_set.num_too_long} too long"
+    if demonstrations is not None:
+        num_too_long = (
+            f"{prompt_set.num_too_long} prompts and {demonstrations.num_too_long} demonstrations "
+            "too long"
+        )
     filtered = ""
     if prompt_set.num_filtered:
         filtered = f"; {prompt_set.num_filtered} more are outside `where`"
     lines = [
         f"{prompt_set.name} ({path}): {prompt_set.num_rows} rows, {len(lengths)} kept, "
-        f"{prompt_set.num_too_long} too long{filtered}",
-        f"  prompt tokens: min {lengths.min()}, mean {lengths.mean():.1f}, median {median}, 95 % "
-        f"{percentile_95}, max {lengths.max()}",
+        f"{num_too_long}{filtered}",
+        f"  prompt tokens: {_lengths(lengths)}",
     ]
+    if prompt_set.num_too_long:
+        lines.append(f"  prompt tokens of all rows: {_lengths(prompt_set.prompt_lens)}")
+    if demonstrations is not None:
+        lines.append(
+            f"  demonstration tokens: {_lengths(demonstrations.lens)}, limit "
+            f"{demonstrations.max_tokens}"
+        )
+    lines.extend(f"  {line}" for line in notice_lines)
     if unverified is not None:
         lines.extend(_unverified_lines(unverified, len(lengths)))
 
@@ -143,6 +192,16 @@ def render(
         lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}")
         lines.extend(f"  | {line}" for line in prompt.text.splitlines())
     return "\n".join(lines)
+
+
+def _lengths(lengths: np.ndarray) -> str:
+    """Minimum, mean, percentiles and maximum of lengths [n], tokens."""
+    median = int(np.percentile(lengths, 50))
+    percentile_95 = int(np.percentile(lengths, 95))
+    return (
+        f"min {lengths.min()}, mean {lengths.mean():.1f}, median {median}, 95 % {percentile_95}, "
+        f"max {lengths.max()}"
+    )
 
 
 def _unverified_lines(unverified: Sequence[Unverified], num_prompts: int) -> list[str]:

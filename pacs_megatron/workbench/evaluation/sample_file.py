@@ -10,6 +10,7 @@ import itertools
 import os
 import queue
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from pacs_megatron.rewards.pool import received
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.files import has_fields, json_line, naming, parse_lines, write_atomically
-from pacs_megatron.runtime.json_reader import read_lines
+from pacs_megatron.runtime.json_reader import parsing, read_lines
 
 _FIELDS = {
     **dict.fromkeys(("id", "prompt_id", "source", "prompt", "response", "stop"), str),
@@ -33,6 +34,8 @@ _FIELDS = {
     "label": int | None,
     "failure": str | None,
 }
+REWARD_FILES = "reward files"
+"""Key of `judged_by`: digests of the files of custom rewards"""
 _REJUDGE_BATCH = 512
 """Samples whose verdicts `rejudge` waits for together"""
 
@@ -59,6 +62,7 @@ class SampleFile(Closing):
         produced_by: Mapping[str, Any],
         judged_by: Mapping[str, Any],
         prompts: Mapping[str, Prompt],
+        now: datetime,
     ) -> None:
         """Reads the file, if it exists.
 
@@ -67,12 +71,13 @@ class SampleFile(Closing):
             produced_by: every setting that changes a response.
             judged_by: every setting that changes a verdict.
             prompts: prompt id -> prompt.
+            now: time that the prompts have, from `first_time`.
 
         Raises:
             DataError: the file is malformed or has samples of other prompts.
         """
-        self.digest = xxhash.xxh3_128_hexdigest(json_line(produced_by))
-        self.path = folder / f"samples-{self.digest[:12]}.jsonl"
+        self.digest = _digest(produced_by)
+        self.path = _path(folder, self.digest)
         self.outcomes: dict[str, Outcome] = {}
         """by sample id"""
         self._prompts = prompts
@@ -83,6 +88,7 @@ class SampleFile(Closing):
             "digest": self.digest,
             "produced_by": produced_by,
             "judged_by": judged_by,
+            "time": now.isoformat(),
         }
         self._judged_by: Mapping[str, Any] = judged_by
         """of the file"""
@@ -128,6 +134,8 @@ class SampleFile(Closing):
         for key in sorted({*self._judged_by, *configured}):
             before = self._judged_by.get(key)
             now = configured.get(key)
+            if key == REWARD_FILES and before is None:  # of an earlier release
+                continue
             if before != now:
                 raise ConfigError(
                     f"{self.path}: judged with {key}={before}, the configuration has {now}; pass "
@@ -219,6 +227,34 @@ def _without_tokens(record: Mapping[str, Any]) -> Sample:
         spans=(),
         stop=Stop(record["stop"]),
     )
+
+
+def first_time(folder: Path, produced_by: Mapping[str, Any]) -> datetime:
+    """The time of the evaluation's first attempt, which a chat template may print; else now.
+
+    Args:
+        folder: of the samples.
+        produced_by: every setting that changes a response.
+
+    Raises:
+        DataError: the file of the samples is malformed.
+    """
+    path = _path(folder, _digest(produced_by))
+    now = datetime.now().replace(microsecond=0)
+    if not path.exists():
+        return now
+    for _, header in itertools.islice(read_samples(path), 1):
+        with parsing(f"{path}:1", DataError):
+            return datetime.fromisoformat(header.get("time", now.isoformat()))
+    return now
+
+
+def _digest(produced_by: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json_line(produced_by))
+
+
+def _path(folder: Path, digest: str) -> Path:
+    return folder / f"samples-{digest[:12]}.jsonl"
 
 
 # ------------------------------------------------------------------------------------------- lines

@@ -155,13 +155,14 @@ class ServerSampler(Closing):
             SyncError: no server has the weights.
         """
         spec = load_spec(folder.path)
-        identity = (spec, stop_token_ids(tokenizer, str(folder.path)))
+        stops = stop_token_ids(tokenizer, str(folder.path))
+        identity = (spec, stops)
         with self._lock:
             if self._engine is None or identity != self._identity:
                 self._end_servers()
                 self._sync = server_sync(self._options, spec, self._folder / "weights")
                 model = self._model_options.model_copy(update={"path": str(folder.path)})
-                self._engine = open_engine(self._options, model, self._folder)
+                self._engine = open_engine(self._options, model, self._folder, stops=stops)
 
             self._identity = identity
             self._model = folder

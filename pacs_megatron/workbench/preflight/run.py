@@ -10,26 +10,32 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder, check_names
 from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.reward_options import AnyReward
-from pacs_megatron.config.schema import DatasetOptions, ModelOptions, WandbOptions
+from pacs_megatron.config.schema import DatasetOptions, WandbOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts.samples import Prompt
-from pacs_megatron.data import load_prompts, load_tokenizer, stop_token_ids
+from pacs_megatron.data import PromptSet, end_tokens, load_prompts, load_tokenizer
+from pacs_megatron.data.notices import check_dropped, notices
+from pacs_megatron.data.tokenizer import EndTokens
 from pacs_megatron.errors import PacsError
 from pacs_megatron.models import load_spec, weight_table
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.observability.writers import check_wandb
+from pacs_megatron.rollout.requests import max_benchmark_prompt
+from pacs_megatron.rollout.run_prompts import first_time
+from pacs_megatron.rollout.train_data import load_train
 from pacs_megatron.runtime.files import GIB, read_rows
 from pacs_megatron.runtime.run_folder import METRICS_FILE, changed_since, run_folder
 from pacs_megatron.runtime.waiting import quiet
@@ -197,7 +203,7 @@ def _model_and_data(loaded: LoadedConfig) -> list[Check]:
     if checks[0].level == "fail":
         message = "not checked: they need the model's tokenizer"
         return [*checks, Check("warn", "data, reward", message)]
-    checks.append(attempt("model.path (tokenizer)", partial(_read_tokenizer, model)))
+    checks += _tokenizer(loaded)
     objective = loaded.config.objective
     if isinstance(objective, PpoOptions) and objective.critic.path is not None:
         read = partial(_read_model, objective.critic.path)
@@ -222,40 +228,82 @@ def _read_model(path: str) -> str:
     return f"{folder.path}: {len(folder.names)} tensors, {table.num_parameters:,} parameters"
 
 
-def _read_tokenizer(model: ModelOptions) -> str:
-    """The result for a tokenizer with a chat template and token ids of the model.
+def _tokenizer(loaded: LoadedConfig) -> Iterator[Check]:
+    """Whether the tokenizer fits the model, and its chat template the stop tokens."""
+    key = "model.path (tokenizer)"
+    model = loaded.config.model
+    ends: EndTokens | None = None
+    text_of: Callable[[int], object] = str
 
-    Raises PacsError for another one.
-    """
-    folder = local_model(model.path)
-    tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
-    if not tokenizer.chat_template:
-        raise PacsError(f"{folder} has no chat template; use the one of an instruct model")
-    stops = stop_token_ids(tokenizer, str(folder))
+    def read() -> str:
+        nonlocal ends, text_of
+        folder = local_model(model.path)
+        tokenizer = load_tokenizer(str(folder), model.trust_remote_code)
+        if not tokenizer.chat_template:
+            raise PacsError(f"{folder} has no chat template; use the one of an instruct model")
+        ends = end_tokens(tokenizer, str(folder))
+        text_of = tokenizer.convert_ids_to_tokens
+        _check_vocabulary(folder, tokenizer, ends.stops)
+        return f"chat template, stops at {', '.join(map(str, ends.stops))}"
 
+    yield attempt(key, read)
+    if ends is None:
+        return
+    end = f"{text_of(ends.end)!r} ({ends.end})"
+    if ends.template is None:
+        yield Check(
+            "warn",
+            "model.path (stop tokens)",
+            f"the chat template closes an answer with no token; demonstrations end with {end}",
+            "correct chat_template.jinja if the model was trained with another end",
+        )
+    elif ends.template not in ends.listed:
+        yield Check(
+            "warn",
+            "model.path (stop tokens)",
+            f"the chat template closes a turn with {end}, which is no end token in "
+            "tokenizer_config.json, config.json and generation_config.json; a run stops on it too",
+            "for other programs, add it to eos_token_id of generation_config.json, as exports do",
+        )
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, stops: Sequence[int]) -> None:
+    """Raises PacsError for a token id that the model does not have."""
     # Some models' padding token has no row in the embedding; it is never looked up.
     token_ids = {id for id in tokenizer.get_vocab().values() if id != tokenizer.pad_token_id}
     largest = max(token_ids | set(stops))
     vocab_size = load_spec(folder).vocab_size
     if largest >= vocab_size:
         raise PacsError(
-            f"{folder}: the tokenizer or generation_config.json has token id {largest}, but "
+            f"{folder}: the tokenizer or an end token has id {largest}, but "
             f"config.json has vocab_size={vocab_size}; use the model's own tokenizer"
         )
-    return f"chat template, stops at {', '.join(map(str, stops))}"
 
 
 def _data(loaded: LoadedConfig) -> Iterator[Check]:
     """The training set and the benchmarks."""
-    datasets = {"data.train": loaded.config.data.train}
-    for index, benchmark in enumerate(loaded.config.evaluation.benchmarks):
+    config = loaded.config
+    datasets: dict[str, DatasetOptions] = {"data.train": config.data.train}
+    for index, benchmark in enumerate(config.evaluation.benchmarks):
         datasets[f"evaluation.benchmarks.{index}"] = benchmark
 
+    prompt_sets: dict[str, PromptSet] = {}
     for key, dataset in datasets.items():
         fix = ""
         if not _is_local(dataset.path):
             fix = "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
-        yield attempt(f"{key}.path", partial(_read_dataset, loaded, key, dataset), fix)
+
+        def read(key: str = key, dataset: DatasetOptions = dataset) -> str:
+            prompt_sets[key] = _load(loaded, key, dataset)
+            return _read_dataset(loaded, key, dataset, prompt_sets[key])
+
+        yield attempt(f"{key}.path", read, fix)
+
+    train = prompt_sets.get("data.train")
+    for key, prompt_set in prompt_sets.items():
+        other = None if prompt_set is train else train
+        for line in notices(prompt_set, first_time(run_folder(loaded)), train=other):
+            yield Check("warn", f"{key}.path (rows)", line)
 
 
 def _is_local(path: str) -> bool:
@@ -271,8 +319,23 @@ def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
     return load_prompts(dataset, loaded.config.data, tokenizer).prompts
 
 
-def _read_dataset(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> str:
-    count = len(_prompts(loaded, dataset))
+def _load(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> PromptSet:
+    """The prompts of a data set, as a run loads them. Raises PacsError."""
+    config = loaded.config
+    folder = local_model(config.model.path)
+    tokenizer = load_tokenizer(str(folder), config.model.trust_remote_code)
+    now = first_time(run_folder(loaded))
+    if key == "data.train":
+        return load_train(config, folder, tokenizer, now)
+    max_tokens = max_benchmark_prompt(config, load_spec(folder).max_positions)
+    return load_prompts(dataset, config.data, tokenizer, now=now, max_tokens=max_tokens)
+
+
+def _read_dataset(
+    loaded: LoadedConfig, key: str, dataset: DatasetOptions, prompt_set: PromptSet
+) -> str:
+    check_dropped(prompt_set, loaded.config.data)
+    count = len(prompt_set.prompts)
     prompts_per_step = loaded.config.batch.prompts_per_step
     if key == "data.train" and count < prompts_per_step:
         raise PacsError(

@@ -292,6 +292,31 @@ def test_a_reward_that_is_no_label_fails_its_step_only(judge: Judge) -> None:
     assert [saved["step"] for saved in buffer.state()[0]["steps"]] == [2]
 
 
+@pytest.mark.parametrize("judge_again", [False, True])
+def test_after_a_change_of_the_reward_open_steps_are_judged_again(
+    judge: Judge, judge_again: bool
+) -> None:
+    """Otherwise the verdicts of two rewards would be in one group. A step that the ranks have
+    received keeps its labels.
+    """
+    saved = [rollouts(1, 0), rollouts(2, 2)]
+    saved[0].is_returned = True
+    for step in saved:
+        for request in step.requests[:3]:  # this reward judges their text as right
+            step.sampled[request.id] = sample(request, "a", reward=0.0, label=0)
+            step.judged.add(request.id)
+    buffer = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: None)
+    header, arrays = rollouts_to_message(saved)
+    header["sent"] = {"a": 0}
+    prompts = {f"d/{k}": prompt(k) for k in range(4)}
+    buffer.load_state((header, arrays), prompts, requests_of, judge_again=judge_again)
+    first, second = buffer.dispatch(1, 2)
+    while len(second.judged) < 3:
+        time.sleep(0.01)
+    assert [s.label for s in first.in_order()] == [0] * 3
+    assert [s.label for s in second.in_order()] == [int(judge_again)] * 3
+
+
 def test_a_sample_that_arrives_twice_counts_once(judge: Judge) -> None:
     buffer = RolloutBuffer(judge, None, lambda step: rollouts(step, step), lambda: None)
     buffer.sent.add("a", 0)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pacs_megatron.config import load_config
+from pacs_megatron.embedded.engine import Vocabulary
 from pacs_megatron.observability.rollout_log import rollout_path, write_rollouts
 from pacs_megatron.rollout import driver as driver_module
 from pacs_megatron.rollout import step_results
@@ -52,7 +53,8 @@ class Trainer:
         self._record()
         self._thread = threading.Thread(target=self.driver.serve)
         self._thread.start()
-        assert self.next()["kind"] == "ready"
+        self.ready = self.next()
+        assert self.ready["kind"] == "ready"
         self.events.clear()
 
     def _record(self) -> None:
@@ -135,6 +137,25 @@ def test_a_finished_step_goes_out_before_requests_for_later_steps(
         one.until(lambda: "start 3" in one.events)
         assert one.events == ["response updating", "response current", "response groups", "start 3"]
         one.until(lambda: any(rid.startswith("3:") for rid in server.asked))
+
+
+def test_every_engine_has_the_same_stop_tokens(tmp_path: Path) -> None:
+    with trainer(tmp_path) as (one, server):
+        tokenizer = one.driver._tokenizer
+        stops = Vocabulary.from_tokenizer(tokenizer, str(tmp_path / "model")).eos_token_ids
+        assert one.ready["stop_token_ids"] == sorted(stops) == [258]
+        asked: list[list[int]] = []
+        tokens = server.tokens
+
+        def record(body: dict[str, Any]) -> list[int]:
+            asked.append(body["sampling_params"]["stop_token_ids"])
+            return tokens(body)
+
+        server.tokens = record  # type: ignore[method-assign]
+        one.send_weights(0)
+        one.send(op="rollout", step=1)
+        assert one.next()["kind"] == "groups"
+        assert asked and all(stops == [258] for stops in asked)
 
 
 def test_servers_receive_later_steps_without_a_request_of_rank_0(tmp_path: Path) -> None:

@@ -331,13 +331,18 @@ def test_the_trainer_has_its_memory_before_its_servers_start(
     monkeypatch.setattr(training_context, "join", lambda _: channel)
     monkeypatch.setattr(training_context, "build", build)
     monkeypatch.setattr(training_context, "is_megatron_checkpoint", lambda _: False)
+
+    def receive() -> Any:
+        events.append("received")
+        return {"notices": ["a line"], "stop_token_ids": [7]}, {}
+
     driver: Any = SimpleNamespace(
-        reply=lambda message: events.append(message["op"]),
-        receive=lambda: events.append("received"),
+        reply=lambda message: events.append(message["op"]), receive=receive
     )
     stop: Any = SimpleNamespace()
     config = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml").config
-    training_context.build_on_all_ranks(config, tmp_path, tmp_path, driver, stop)
+    run = training_context.build_on_all_ranks(config, tmp_path, tmp_path, driver, stop)
+    assert (driver.notices, run.stop_token_ids) == (["a line"], (7,))
     assert events == ["built", "off-loaded", "start_servers", "received"]
 
 
@@ -358,7 +363,7 @@ def test_the_driver_waits_for_the_trainer_before_it_starts_servers(
         events.append("received")
         return {"op": "start_servers"}, {}
 
-    def open_engine(*_: Any) -> None:
+    def open_engine(*_: Any, **__: Any) -> None:
         events.append("started")
         raise ConnectionError
 

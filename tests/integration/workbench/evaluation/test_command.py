@@ -4,6 +4,7 @@ entry point.
 
 import json
 import shutil
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import yaml
 from pacs_megatron.cli import main
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.rollout.passk import pass_at_k
+from pacs_megatron.workbench.evaluation import sample_file
 from pacs_megatron.workbench.evaluation.command import _folder_of, _names
-from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_models import CHAT_TEMPLATE, make_tiny_qwen3, save_tokenizer
 from tests.support.tiny_run import write_tiny_run
 
 REWARD = """
@@ -91,6 +93,7 @@ def test_counts_estimates_and_files(config, tmp_path, tiny_qwen3, capsys):
         assert [problem["num_correct"] for problem in results["problems"][name]] == correct
     assert labels == {0, 1}
     assert results["model"] == str(tiny_qwen3)
+    assert [results["rows"][name]["too_long"] for name in ("first", "second")] == [0, 0]
     printed = capsys.readouterr().out
     assert f"{results['metrics']['eval/first/pass@4']:.4f}" in printed
     assert "results.json" in printed
@@ -153,6 +156,47 @@ def test_an_evaluation_that_was_killed_goes_on_with_the_same_samples(config, tmp
     monkeypatch.setattr("pacs_megatron.workbench.evaluation.samplers.EmbeddedSampler.load", None)
     assert main(["eval", str(config), "--out", str(cut)]) == 0
     assert json.loads((cut / "results.json").read_text())["metrics"] == metrics[0]
+
+
+class Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now() + timedelta(days=1)
+
+
+def test_an_evaluation_goes_on_after_midnight(config, tmp_path, tiny_qwen3, monkeypatch):
+    """Its template prints the date; a long problem is dropped, and counted."""
+    model = tmp_path / "dated"
+    shutil.copytree(tiny_qwen3, model)
+    save_tokenizer(model, chat_template="{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    rows = [{"q": "x" * 1100, "a": "1"}, *({"q": f"{i} + 1", "a": str(i + 1)} for i in range(9))]
+    (tmp_path / "first.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval", str(config), "--model", str(model), "--out", str(tmp_path / "out")]
+    words.append("evaluation.samples_per_prompt=4")
+    assert main(words) == 0
+    [file] = (tmp_path / "out").glob("samples-*.jsonl")
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:10]))
+
+    monkeypatch.setattr(sample_file, "datetime", Tomorrow)
+    assert main(words) == 0
+    assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [results["rows"][name]["too_long"] for name in ("first", "second")] == [1, 0]
+    assert results["metrics"]["eval/first/num_problems"] == 9
+
+
+def test_a_changed_reward_file_judges_no_part_of_the_samples(config, tmp_path, capsys):
+    words = ["eval", str(config), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    (tmp_path / "reward.py").write_text(REWARD.replace("3", "4"))
+    assert main(words) == 2
+    assert "judged with reward files=" in capsys.readouterr().err
+    assert main([*words, "--rejudge"]) == 0
+    labels = [
+        (row["label"], row["response"], row["stop"]) for row in read_samples(tmp_path / "out")
+    ]
+    assert all(label == (len(text) > 4 and stop == "eos") for label, text, stop in labels)
 
 
 BROKEN = "def broken(prompt, response):\n    raise OSError('no judge')\n"

@@ -15,9 +15,10 @@ from pacs_megatron.config.schema import DataOptions, DatasetOptions
 from pacs_megatron.data import load_prompts
 from pacs_megatron.rewards.pool import Verdict
 from pacs_megatron.workbench.evaluation import preview
-from pacs_megatron.workbench.evaluation.preview import check_gold, render
+from pacs_megatron.workbench.evaluation.preview import check_gold, preview_text, render
 from tests.support.problem_files import PRESET_OF_FILE, SAMPLES, problem_folder
 from tests.support.tiny_models import save_tokenizer
+from tests.support.tiny_run import write_tiny_run
 
 MATH = MathReward(name="math", workers=2)
 CODE = CodeReward(name="code", workers=2, sandbox="none")
@@ -115,6 +116,31 @@ def test_counts_lengths_and_reasons(tmp_path, tokenizer):
     )
     assert "verify against themselves: 1 of 3" in text and text.count("  --- gsm8k/") == 1
     assert "verify" not in render(found, "gsm8k.jsonl", None, rows=1)
+
+
+def test_the_preview_of_a_run_shows_what_it_drops_and_repeats(tmp_path):
+    """Lengths of demonstrations, rows that are too long, and benchmarks of the training data."""
+    save_tokenizer(tmp_path / "model")
+    path = write_tiny_run(tmp_path, tmp_path / "model")
+    rows = [
+        {"problem": f"{n % 8} + 1 = ?", "answer": "9", "solution": "x" * n} for n in range(1, 11)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = "columns: {problem: problem, answer: answer, solution: solution}"
+    overrides = (
+        "objective={name: sft}",
+        "rollout={engine: demonstrations, max_response_tokens: 8}",
+        "reward={name: arithmetic}",
+        f"data.train={{path: '{tmp_path}/train.jsonl', {columns}}}",
+        f"evaluation={{benchmarks: [{{path: '{tmp_path}/train.jsonl', name: same, {columns}}}], "
+        "sampling: {max_response_tokens: 4}}",
+    )
+    train, benchmark = preview_text(path, overrides, rows=0).split("\n\n")
+    assert "10 rows, 7 kept, 0 prompts and 3 demonstrations too long" in train
+    assert "demonstration tokens: min 2, mean 6.5, median 6, 95 % 10, max 11, limit 8" in train
+    assert "a run ends with this error: train: 3 of 10 rows are dropped" in train
+    assert "same: 9 of 10 problems are in the training data train too" in benchmark
+    assert "same: 2 of 10 prompts repeat an earlier one" in benchmark
 
 
 FOLDER = problem_folder()

@@ -34,7 +34,7 @@ from pacs_megatron.workbench.preflight.servers import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.servers.fake_sglang import FakeSglang
-from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.tiny_models import CHAT_TEMPLATE, PAD, make_tiny_qwen3, save_tokenizer
 from tests.support.tiny_run import write_tiny_run
 
 ROOT = Path(__file__).parents[4]
@@ -492,3 +492,48 @@ def test_gold_answers_that_do_not_verify_are_a_warning() -> None:
     form = FormatReward(name="format", pattern="x")
     assert preflight._doubtful(form, unverified(50, failed=False), 100) == ""
     assert "12 500" in preflight._doubtful(form, unverified(51, failed=False), 100)
+
+
+# --------------------------------------------------------------------------------------------------
+# tokens and data
+def with_tokenizer(folder: Path, template: str, eos: str) -> Path:
+    model = make_tiny_qwen3(folder / "model", eos_token_id=256)
+    tokenizer = save_tokenizer(model, chat_template=template)
+    tokenizer.eos_token = eos
+    tokenizer.save_pretrained(model)
+    return model
+
+
+def test_a_template_that_closes_turns_with_another_token(tmp_path: Path) -> None:
+    model = with_tokenizer(tmp_path, CHAT_TEMPLATE, PAD)
+    checks = run_preflight(write_tiny_run(tmp_path, model))
+    assert "stops at 256, 258" in find(checks, "model.path (tokenizer)").message
+    found = find(checks, "model.path (stop tokens)")
+    assert found.level == "warn" and "closes a turn with '<|im_end|>' (258)" in found.message
+
+
+def test_a_template_that_closes_no_turn(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    model = with_tokenizer(tmp_path, template, PAD)
+    found = find(run_preflight(write_tiny_run(tmp_path, model)), "model.path (stop tokens)")
+    assert "with no token; demonstrations end with '<|endoftext|>' (256)" in found.message
+
+
+def test_notices_about_the_data_are_warnings(tmp_path: Path, model: Path) -> None:
+    path = write_tiny_run(tmp_path, model)
+    file = tmp_path / "train.jsonl"
+    file.write_text(file.read_text() + json.dumps({"problem": "0 + 1 = ?", "answer": "2"}) + "\n")
+    checks = run_preflight(path)
+    found = [check.message for check in checks if check.key == "data.train.path (rows)"]
+    assert len(found) == 2 and "repeat an earlier one" in found[0]
+    assert "have different answers" in found[1]
+    assert find(checks, "data.train.path").level == "ok"
+
+
+def test_too_many_long_prompts_fail(tmp_path: Path, model: Path) -> None:
+    path = write_tiny_run(tmp_path, model)
+    file = tmp_path / "train.jsonl"
+    rows = [json.dumps({"problem": "x" * 200, "answer": "1"}) + "\n"] * 2
+    file.write_text(file.read_text() + "".join(rows))
+    found = find(run_preflight(path), "data.train.path")
+    assert found.level == "fail" and "2 of 18 rows are dropped" in found.message
