@@ -1,4 +1,4 @@
-"""What a user of `train` reads about data and reward, on the terminal and in the log."""
+"""Warnings of `train` about data and reward, on the terminal and in the log."""
 
 from __future__ import annotations
 
