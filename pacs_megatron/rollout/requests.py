@@ -15,7 +15,7 @@ from pacs_megatron.errors import ConfigError
 
 Purpose = Literal["train", "eval"]
 _RESERVED_BY_SGLANG = 2
-"""Tokens of the context that a request cannot use (srt/managers/scheduler.py, tp_worker.py)"""
+"""Tokens of the context that a request cannot use (`config.checks.min_server_context`)"""
 
 
 def sample_requests(
@@ -73,12 +73,12 @@ def evaluation_requests(
     return requests
 
 
-def max_benchmark_prompt(config: RunConfig, max_positions: int) -> int | None:
+def max_benchmark_prompt(config: RunConfig, max_context: int) -> int | None:
     """Tokens of the longest problem of a benchmark whose response can have its maximum length.
 
     Args:
         config: of the run.
-        max_positions: context of the model, tokens.
+        max_context: context of the model, tokens.
 
     Returns:
         None without `evaluation.sampling`.
@@ -89,7 +89,7 @@ def max_benchmark_prompt(config: RunConfig, max_positions: int) -> int | None:
     sampling = config.evaluation.sampling
     if sampling is None:
         return None
-    context = max_positions
+    context = max_context
     if config.rollout.sglang is not None:
         servers = config.rollout.sglang.servers
         limits = () if servers is None else (servers.context_length, servers.max_total_tokens)

@@ -49,8 +49,8 @@ class RunPrompts:
         """
         now = first_time(run_dir)
         self.train = TrainData(config, model_dir, tokenizer, now)
-        max_positions = load_spec(model_dir).max_positions
-        self.benchmarks = load_benchmarks(config, max_positions, tokenizer, now)
+        max_context = load_spec(model_dir).max_context
+        self.benchmarks = load_benchmarks(config, max_context, tokenizer, now)
         self.notices = notices(self.train.loaded, now)
         for benchmark in self.benchmarks:
             check_dropped(benchmark, config.data)
@@ -101,20 +101,20 @@ class RunPrompts:
 
 
 def load_benchmarks(
-    config: RunConfig, max_positions: int, tokenizer: Any, now: datetime
+    config: RunConfig, max_context: int, tokenizer: Any, now: datetime
 ) -> list[PromptSet]:
     """The problems of every benchmark that fit into the model's context.
 
     Args:
         config: of the run.
-        max_positions: context of the model, tokens.
+        max_context: context of the model, tokens.
         tokenizer: of the model.
         now: time that the chat template prints.
 
     Raises:
         DataError: same as `load_prompts`.
     """
-    max_tokens = max_benchmark_prompt(config, max_positions)
+    max_tokens = max_benchmark_prompt(config, max_context)
     return [
         load_prompts(benchmark, config.data, tokenizer, now=now, max_tokens=max_tokens)
         for benchmark in config.evaluation.benchmarks

@@ -280,8 +280,8 @@ class _Evaluation:
 
         Raises DataError, also if too many problems do not fit into the model's context.
         """
-        max_positions = load_spec(folder.path).max_positions
-        prompt_sets = load_benchmarks(self.config, max_positions, tokenizer, now)
+        max_context = load_spec(folder.path).max_context
+        prompt_sets = load_benchmarks(self.config, max_context, tokenizer, now)
         for prompt_set in prompt_sets:
             check_dropped(prompt_set, self.config.data)
             for line in notices(prompt_set, now):

@@ -117,7 +117,7 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     folder = config_folder(local_path(config.model.path))
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     train = load_train(config, folder, tokenizer, now)
-    prompt_sets = [train, *load_benchmarks(config, _max_positions(folder), tokenizer, now)]
+    prompt_sets = [train, *load_benchmarks(config, _max_context(folder), tokenizer, now)]
 
     texts = []
     for dataset, prompt_set in zip(datasets, prompt_sets, strict=True):
@@ -130,10 +130,10 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     return "\n\n".join(texts)
 
 
-def _max_positions(folder: Path) -> int:
+def _max_context(folder: Path) -> int:
     """The context of the model, tokens."""
     with suppress(ConversionError):  # a preview needs the tokenizer only
-        return load_spec(folder).max_positions
+        return load_spec(folder).max_context
     return _NO_LIMIT
 
 

@@ -327,7 +327,7 @@ def _load(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> PromptSet:
     now = first_time(run_folder(loaded))
     if key == "data.train":
         return load_train(config, folder, tokenizer, now)
-    max_tokens = max_benchmark_prompt(config, load_spec(folder).max_positions)
+    max_tokens = max_benchmark_prompt(config, load_spec(folder).max_context)
     return load_prompts(dataset, config.data, tokenizer, now=now, max_tokens=max_tokens)
 
 

@@ -26,7 +26,13 @@ def test_the_orders_of_a_problem_count_as_one_problem() -> None:
             Prompt(id=name, text="", token_ids=np.zeros(1, np.int32), answer="A", problem="")
         )
     prompt_set = PromptSet(
-        name="gpqa", prompts=tuple(prompts), num_rows=7, num_too_long=1, num_filtered=5
+        name="gpqa",
+        prompts=tuple(prompts),
+        num_rows=7,
+        num_too_long=1,
+        num_filtered=5,
+        prompt_lens=np.arange(7),
+        limit="",
     )
     requests = evaluation_requests(options, [prompt_set], run_seed=0, step=0)
     labels = {"gpqa/0": 1, "gpqa/0~1": 0, "gpqa/4": 1, "gpqa/4~1": 1, "gpqa/5": 0, "gpqa/5~1": 0}
