@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from pacs_megatron import __version__
-from pacs_megatron.errors import ExitCode
+from pacs_megatron.errors import ExitCode, terminal_text
 from pacs_megatron.launch.verbs import VERBS, function_of
 from pacs_megatron.runtime.command_line import (
     OneLineParser,
@@ -22,11 +21,6 @@ from pacs_megatron.runtime.command_line import (
 )
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which printed files must not send to the terminal.
-
-Tabs and line ends stay.
-"""
 _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
@@ -54,13 +48,8 @@ def _run(arguments: Sequence[str]) -> int:
         result, code = result
     texts = [result] if isinstance(result, str) else result
     for text in texts:
-        print(_printable(text), flush=True)
+        print(terminal_text(text), flush=True)
     return code
-
-
-def _printable(text: str) -> str:
-    """The text with control characters as escapes."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

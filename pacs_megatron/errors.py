@@ -3,7 +3,13 @@
 A message names the problem, its place, the value, the expected value and the fix.
 """
 
+import re
 from enum import IntEnum
+
+_BIDIRECTIONAL = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+"""They change the order in which a terminal shows the letters around them."""
+_UNSAFE_LINE = re.compile(f"[\x00-\x1f\x7f-\x9f\u2028\u2029{_BIDIRECTIONAL}]")
+_UNSAFE_TEXT = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDIRECTIONAL}]")
 
 
 class ExitCode(IntEnum):
@@ -25,6 +31,20 @@ def one_line(text: str) -> str:
 
 def _printable(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+
+
+def terminal_line(text: str) -> str:
+    """`text` with escapes for characters that end a line, move the cursor or reorder letters."""
+    return _UNSAFE_LINE.sub(_escaped, text)
+
+
+def terminal_text(text: str) -> str:
+    """Same as `terminal_line`; tabs and line ends stay."""
+    return _UNSAFE_TEXT.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def shown(value: object, limit: int = 60) -> str:

@@ -1,5 +1,6 @@
 """`status`, `logs`, `cancel` and `export` of a run folder."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,12 +31,14 @@ from pacs_megatron.runtime.run_folder import (
     HEARTBEAT_FOLDER,
     METRICS_FILE,
     PROMPTS_FILE,
+    read_exit_code,
 )
-from pacs_megatron.runtime.run_lock import RunLock, lock_owner
+from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, last_lease, lock_owner
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 LOG_NAME = "output.log"
 _MAX_LINES = 10**6
+_PASS_AT_1 = re.compile(r"eval/(.+)/pass@1")
 _MAX_LETTERS = 2**16
 """Characters of a log that are read at once; a longer line is printed in pieces."""
 
@@ -51,10 +54,10 @@ def _check(run_dir: Path) -> None:
 def status(run_dir: Path) -> str:
     """The state of a run: jobs, attempts, phases of the ranks, newest checkpoint, last metrics."""
     _check(run_dir)
-    lines = [f"run        {run_dir}"]
     attempts = read_attempts(run_dir)
     names = known_jobs(run_dir)
     queued = job_states(list(names))
+    lines = [f"run        {run_dir}", f"state      {_state(run_dir, attempts, queued)}"]
     lines += [_attempt_line(row, queued) for row in attempts]
 
     running = {str(row["job_id"]) for row in attempts if "end" not in row}
@@ -65,6 +68,7 @@ def status(run_dir: Path) -> str:
     lines += _heartbeats(run_dir, _last_change(run_dir, attempts))
     lines.append(f"checkpoint {newest_position(run_dir) or 'none yet'}")
     lines += _last_metrics(run_dir)
+    lines += _evaluations(run_dir)
     lines += [f"notice     {line}" for line in _notices(run_dir)]
     if (run_dir / "STOP").exists():
         lines.append("stop       requested (STOP); the run saves and stops")
@@ -78,6 +82,47 @@ def _notices(run_dir: Path) -> list[str]:
     except (DataError, KeyError):
         return []
     return [str(line) for line in notices] if isinstance(notices, list) else []
+
+
+def _state(run_dir: Path, attempts: list[JobRow], queued: dict[str, str]) -> str:
+    """`running`, `waiting`, `done`, `stopped`, `failed`, `dead` or `not started`, and why."""
+    held = last_lease(run_dir)
+    lease, is_alive = held or (None, False)
+    if lease is not None and is_alive and lease.command == "train":
+        return f"running: {lease}"
+
+    jobs = [f"job {job_id} {state}" for job_id, state in queued.items()]
+    if any(" RUNNING" in job for job in jobs):
+        return f"running: {', '.join(jobs)}"
+    if jobs:
+        return f"waiting: {', '.join(jobs)}"
+
+    # A writer that ends releases the lock, and writes its exit code after its last heartbeat.
+    code_file = run_dir / EXIT_CODE_FILE
+    has_code = code_file.is_file()
+    if lease is not None and lease.command == "train":
+        last_beat = (run_dir / LOCK_FILE).stat().st_mtime
+        has_code = has_code and code_file.stat().st_mtime >= last_beat
+        if not has_code:
+            return f"dead: {lease} ended without an exit code (killed, or its host failed)"
+    # A file that is older than the last job's begin or end is of an earlier attempt.
+    if has_code and code_file.stat().st_mtime >= _last_change(run_dir, attempts):
+        return _ending(read_exit_code(code_file, ExitCode.FAILED))
+    if attempts and "end" in attempts[-1]:
+        return _ending(int(attempts[-1]["code"]))
+    if attempts:
+        return f"dead: attempt {attempts[-1]['attempt']} ended without an exit code"
+    return "not started, or it failed before training; see the log"
+
+
+def _ending(code: int) -> str:
+    """The state of a run whose last attempt ended with `code`."""
+    if code == ExitCode.OK:
+        return "done"
+    if code == ExitCode.PREEMPTED:
+        return "stopped: saved after a stop request; the same command continues"
+    names = {int(known): known.name.lower() for known in ExitCode}
+    return f"failed: exit code {code} ({names.get(code, 'unknown')}); `logs` prints the cause"
 
 
 def _attempt_line(row: JobRow, queued: dict[str, str]) -> str:
@@ -123,7 +168,7 @@ def _heartbeats(run_dir: Path, since: float) -> list[str]:
     for phase, beats in sorted(beats_of.items(), key=lambda item: min(item[1])):
         ranks = _ranges([rank for rank, _ in beats])
         longest_s = max(silent_s for _, silent_s in beats)
-        lines.append(f"ranks      {ranks}: {phase}, no progress for at most {longest_s:.0f} s")
+        lines.append(f"ranks      {ranks}: {phase}, no progress for at most {duration(longest_s)}")
     return lines
 
 
@@ -149,7 +194,38 @@ def _last_metrics(run_dir: Path) -> list[str]:
     names = ("reward/mean", "objective/loss", "optimizer/grad_norm", "tokens_per_s")
     numbers = {name: row[name] for name in names if isinstance(row.get(name), int | float)}
     values = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
-    return [f"metrics    step {row['step']}, {age_s:.0f} s ago: {values}"]
+    return [f"metrics    step {row['step']}, {duration(age_s)} ago: {values}"]
+
+
+def _evaluations(run_dir: Path) -> list[str]:
+    """A line for each benchmark: pass@1 of its last evaluation, and of its first."""
+    measured: dict[str, list[tuple[int, float]]] = {}
+    for row in read_rows(run_dir / METRICS_FILE, {"step": int}):
+        for key, value in row.items():
+            match = _PASS_AT_1.fullmatch(key)
+            if match and isinstance(value, int | float):
+                measured.setdefault(match[1], []).append((row["step"], value))
+
+    lines = []
+    for name, values in measured.items():
+        step, last = values[-1]
+        first_step, first = values[0]
+        start = f", {first:.4f} at step {first_step}" if len(values) > 1 else ""
+        lines.append(f"pass@1     {name}: {last:.4f} at step {step}{start}")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """A time to read: `43 s`, `12 min`, `5.2 h`, `3.4 days`.
+
+    A negative one, after the clock was set back, is `0 s`.
+    """
+    for unit_s, unit in ((86400, "days"), (3600, "h")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.1f} {unit}"
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{max(seconds, 0.0):.0f} s"
 
 
 def log_lines(run_dir: Path, attempt: int | None, num_lines: int, *, follow: bool) -> Iterator[str]:

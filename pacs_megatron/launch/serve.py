@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 STOP_FILE = "stop"
 """File in the folder of URLs that marks the end of the trainer."""
 POLL_S = 0.5
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pacs_megatron.launch.serve")
 
 
 def servers_here(config: RunConfig) -> int:

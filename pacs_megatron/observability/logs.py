@@ -3,7 +3,6 @@ progress bar.
 """
 
 import logging
-import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from pacs_megatron.errors import terminal_line
+
 PROGRESS_LOGGER = "pacs_megatron.progress"
 """Logger of progress lines: always written to the log file, to the console only without a live bar.
 """
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class LineFormatter(logging.Formatter):
@@ -31,11 +30,7 @@ class LineFormatter(logging.Formatter):
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        return _CONTROL.sub(_escaped, super().formatMessage(record))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()
+        return terminal_line(super().formatMessage(record))
 
 
 class _ConsoleHandler(logging.Handler):

@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import Literal, TextIO
 
@@ -18,6 +20,12 @@ Unit = Literal["step", "bytes"]
 LINE_INTERVAL_S = 5.0
 SAMPLES_INTERVAL_S = 8.0
 """Minimum time between two log lines about finished steps, and about sampling."""
+REDRAW_S = 0.5
+"""Minimum time between two drawings of the bar"""
+_BAR_COLUMNS = 10
+"""Columns for a bar of 8 letters and its ends; fields that would use them are left out"""
+_LABEL_COLUMNS = 16
+"""Maximum length of the label on a terminal"""
 _DISCARD = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
 """Stream of a bar that is not drawn: tqdm still measures the speed."""
 _LINE = "{desc} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
@@ -27,9 +35,9 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}
 class Progress(Closing):
     """Shows the progress of a run, its last results, its speed and the time left. For rank 0 only.
 
-    On a terminal it draws one bar and updates it at every call. Elsewhere it logs a line at the
-    first and the last step and at most one per `LINE_INTERVAL_S` between. The log file has these
-    lines in both cases.
+    On a terminal it draws one bar, at most every `REDRAW_S`, of the width of the terminal: fields
+    that do not fit are left out. Elsewhere it logs a line at the first and the last step and at
+    most one per `LINE_INTERVAL_S` between. The log file has these lines in both cases.
 
     Args:
         label: Start of the line.
@@ -50,12 +58,14 @@ class Progress(Closing):
     ) -> None:
         stream = sys.stderr if stream is None else stream
         self._live = stream.isatty()
+        self._label = label
+        is_long = self._live and len(label) > _LABEL_COLUMNS
         self._last_line = -LINE_INTERVAL_S
         self._last_samples = 0.0
         self._fields: dict[str, float] = {}
         self._phase = ""
-        self._bar = tqdm(
-            desc=label,
+        self._bar = _Bar(
+            desc=f"{label[: _LABEL_COLUMNS - 1]}…" if is_long else label,
             total=total,
             initial=done,
             unit="B" if unit == "bytes" else unit,
@@ -70,18 +80,17 @@ class Progress(Closing):
         )
 
     def advance(self, done: int, fields: Mapping[str, float] | None = None) -> None:
-        """Reports `done` of `total` units; `fields` (name to value) are shown until they are
-        replaced.
+        """Reports `done` of `total` units; `fields` (name to value) are shown until the next call
+        with fields.
         """
-        self._fields.update(fields or {})
+        if fields is not None:
+            self._fields = dict(fields)
         self._show(done)
         elapsed = self._elapsed()
         is_complete = self._bar.n >= self._bar.total
         if is_complete or elapsed - self._last_line >= LINE_INTERVAL_S:
             self._last_line = elapsed
-            state = {**self._bar.format_dict, "bar_format": _LINE, "ncols": None}
-            text = tqdm.format_meter(**state)
-            logger.info("%s", " ".join(text.split()))
+            logger.info("%s", self._text(self._label, [*self._field_texts(), self._phase]))
 
     def phase(self, names: tuple[str, ...]) -> None:
         """Shows the open spans `names`; a callback for `Timer.on_change`."""
@@ -96,29 +105,75 @@ class Progress(Closing):
         elapsed = self._elapsed()
         if not self._live and elapsed - self._last_samples >= SAMPLES_INTERVAL_S:
             self._last_samples = elapsed
-            logger.info("%s %s/%s %s", self._bar.desc, self._bar.n, self._bar.total, self._phase)
+            logger.info("%s %s/%s %s", self._label, self._bar.n, self._bar.total, self._phase)
 
     def close(self) -> None:
         """Leaves the bar's last state on the terminal."""
         self.phase(())
         self._bar.close()
 
+    def _field_texts(self) -> list[str]:
+        return [f"{name} {format_value(value)}" for name, value in self._fields.items()]
+
+    def _text(self, label: str, texts: list[str]) -> str:
+        """The line without a bar, then `texts`."""
+        state = {**self._bar.format_dict, "bar_format": _LINE, "ncols": None}
+        state |= {"prefix": label, "postfix": _joined(texts)}
+        return " ".join(tqdm.format_meter(**state).split())
+
     def _elapsed(self) -> float:
         """Seconds since the start."""
         return float(self._bar.format_dict["elapsed"])
 
     def _show(self, done: int) -> None:
-        texts = [f"{name} {format_value(value)}" for name, value in self._fields.items()]
-        if self._phase:
-            texts.append(self._phase)
-        self._bar.set_postfix_str(", ".join(texts), refresh=False)
-
+        texts = self._field_texts()
         if self._live:
             self._bar.ncols = _columns(self._bar.fp)
+            width = self._bar.ncols - len(self._text(self._bar.desc, [])) - _BAR_COLUMNS - len(", ")
+            while texts and len(_joined([*texts, self._phase])) > width:
+                texts.pop()
+        self._bar.set_postfix_str(_joined([*texts, self._phase]), refresh=False)
+
         if done == self._bar.n:
             self._bar.refresh()
         else:
             self._bar.update(min(done, self._bar.total) - self._bar.n)
+
+
+class _Bar(tqdm):
+    """A bar that is drawn at most every REDRAW_S; a drawing that comes earlier is delayed."""
+
+    _drawn = -REDRAW_S
+    _timer: threading.Timer | None = None
+    _is_closing = False
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """tqdm's method that draws; the caller has tqdm's lock."""
+        wait_s = self._drawn + REDRAW_S - time.monotonic()
+        if wait_s <= 0 or self._is_closing:
+            self._drawn = time.monotonic()
+            return bool(super().display(msg, pos))
+        if self._timer is None:
+            self._timer = threading.Timer(wait_s, self._draw_late)
+            self._timer.daemon = True
+            self._timer.start()
+        return True
+
+    def _draw_late(self) -> None:
+        self._timer = None
+        if not self.disable:
+            self.refresh()
+
+    def close(self) -> None:
+        self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        super().close()
+
+
+def _joined(texts: list[str]) -> str:
+    """`a, b` of `a` and `b`; empty texts are left out."""
+    return ", ".join(text for text in texts if text)
 
 
 def _columns(stream: TextIO) -> int:

@@ -146,7 +146,9 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     return changed
 
 
-def record_changes(loaded: LoadedConfig, run_dir: Path, keys: Sequence[str], step: int) -> None:
+def record_changes(
+    loaded: LoadedConfig, run_dir: Path, keys: Sequence[str], step: int
+) -> list[tuple[str, str, str]]:
     """Appends changed options to `changes.jsonl`, before the new configuration is written.
 
     Args:
@@ -154,15 +156,19 @@ def record_changes(loaded: LoadedConfig, run_dir: Path, keys: Sequence[str], ste
         run_dir: of the run, with the last attempt's configuration.
         keys: from `changed_since`.
         step: the last complete step before the change.
+
+    Returns:
+        Key, value before and value after of each.
     """
     before = dict(leaves(load_config(run_dir / CONFIG_FILE).config))
     after = dict(leaves(loaded.config))
+    changes = [(key, str(before.get(key)), str(after.get(key))) for key in keys]
     lines = []
-    for key in keys:
-        values = {"before": str(before.get(key)), "after": str(after.get(key))}
-        lines.append(json_line({"step": step, "key": key, **values}))
+    for key, old, new in changes:
+        lines.append(json_line({"step": step, "key": key, "before": old, "after": new}))
     with naming(run_dir / CHANGES_FILE), (run_dir / CHANGES_FILE).open("ab") as file:
         file.write(b"".join(lines))
+    return changes
 
 
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:

@@ -186,6 +186,25 @@ def lock_owner(run_dir: Path) -> Lease | None:
     return lease
 
 
+def last_lease(run_dir: Path) -> tuple[Lease, bool] | None:
+    """The lease in `run_dir` and whether its writer is alive; None if it was released.
+
+    Does not wait: a writer on another host counts as alive if the age of the file is that of a
+    heartbeat.
+    """
+    path = run_dir / LOCK_FILE
+    lease = _read(path)
+    if lease is None:
+        return None
+    if _is_here(lease):
+        return lease, _runs_here(lease)
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return lease, age_s < _STALE_S
+
+
 def check_not_locked(run_dir: Path) -> None:
     """Raises FolderInUseError when a live process holds the lock of `run_dir`."""
     owner = lock_owner(run_dir)
@@ -245,9 +264,8 @@ def _own_lease(command: str) -> Lease:
 
 def _is_alive(path: Path, lease: Lease) -> bool:
     """Whether the process of `lease` runs: looks it up on this host, else waits for a heartbeat."""
-    if (lease.host, lease.namespace) == (socket.gethostname(), _namespace()):
-        ticks = start_ticks(lease.pid)
-        return ticks is not None and str(ticks) == lease.started
+    if _is_here(lease):
+        return _runs_here(lease)
 
     try:
         age_s = time.time() - path.stat().st_mtime
@@ -268,6 +286,15 @@ def _is_alive(path: Path, lease: Lease) -> bool:
             elif (latest.token, latest.heartbeat) != (lease.token, lease.heartbeat):
                 return True
     return False
+
+
+def _is_here(lease: Lease) -> bool:
+    return (lease.host, lease.namespace) == (socket.gethostname(), _namespace())
+
+
+def _runs_here(lease: Lease) -> bool:
+    ticks = start_ticks(lease.pid)
+    return ticks is not None and str(ticks) == lease.started
 
 
 def _namespace() -> str:

@@ -30,7 +30,8 @@ from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.training.signals import STOP_FILE, StopFlag
 
-logger = logging.getLogger(__name__)
+# The name is `__main__` under torchrun, whose INFO is not logged.
+logger = logging.getLogger("pacs_megatron.training.main")
 _PRINT_AFTER_S = 10.0
 """Rank 0 prints an error that all ranks have; the other ranks print it only after this time."""
 
@@ -170,10 +171,10 @@ def _write_configuration(loaded: LoadedConfig, run_dir: Path) -> None:
     environment.
     """
     changed = folders.changed_since(loaded, run_dir)
-    for key in changed:
-        logger.info("changed since the last attempt: %s", key)
     if changed:
-        folders.record_changes(loaded, run_dir, changed, newest_step(run_dir) or 0)
+        step = newest_step(run_dir) or 0
+        for key, before, after in folders.record_changes(loaded, run_dir, changed, step):
+            logger.info("changed since the last attempt: %s from %s to %s", key, before, after)
     write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
     folders.write_environment(run_dir, {})
 

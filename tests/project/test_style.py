@@ -45,3 +45,13 @@ def test_the_rules(source: str, expected: str | None) -> None:
     else:
         assert len(rules) == 1
         assert expected in rules[0]
+
+
+def test_modules_that_python_runs_name_their_logger() -> None:
+    """Their `__name__` is `__main__`, outside of the package's logger, so INFO would be lost."""
+    wrong = []
+    for path in (ROOT / "pacs_megatron").rglob("*.py"):
+        source = path.read_text()
+        if '__name__ == "__main__"' in source and "getLogger(__name__)" in source:
+            wrong.append(path.name)
+    assert not wrong

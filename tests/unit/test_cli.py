@@ -51,9 +51,9 @@ def test_printed_files_do_not_control_the_terminal(
 ) -> None:
     """The log of a run has escapes, which a program of the run wrote."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.log").write_text("one\n\x1b[2J\x9btwo\tthree\n")
+    (tmp_path / "logs" / "rank0.log").write_text("one\n\x1b[2J\x9btwo\tthree\u202e\n")
     assert main(["logs", str(tmp_path)]) == 0
-    assert "one\n\\x1b[2J\\x9btwo\tthree\n" in capsys.readouterr().out
+    assert "one\n\\x1b[2J\\x9btwo\tthree\\u202e\n" in capsys.readouterr().out
 
 
 def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,64 @@ def test_two_jobs_never_train_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert begin(run_dir, "7").name == "attempt_2"  # a requeue of the same job
     fake_squeue(tmp_path, monkeypatch, "")
     assert begin(run_dir, "8").name == "attempt_3"  # the other job was lost
+
+
+def dead_lease(run_dir: Path, command: str = "train") -> None:
+    """The lock of a process that was killed."""
+    with RunLock(run_dir, command):
+        lease = json.loads((run_dir / "run.lock").read_text())
+    (run_dir / "run.lock").write_text(json.dumps(lease | {"started": "1"}))
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        (0, "state      done"),
+        (75, "state      stopped: saved"),
+        (1, r"state      failed: exit code 1 \(failed\)"),
+        (70, r"state      failed: exit code 70 \(hang\)"),
+    ],
+)
+def test_status_of_a_local_run_that_ended(code: int, state: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    dead_lease(tmp_path)
+    (tmp_path / "exit_code").write_text(f"{code}\n")
+    assert re.search(state, status(tmp_path))
+    (tmp_path / "run.lock").write_text("")  # released
+    os.utime(tmp_path / "exit_code", (1, 1))
+    assert re.search(state, status(tmp_path))
+
+
+def test_status_of_a_local_run_that_runs_or_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert "state      not started" in status(tmp_path)
+    (tmp_path / "exit_code").write_text("75\n")
+    os.utime(tmp_path / "exit_code", (1, 1))
+    with RunLock(tmp_path, "train"):
+        assert f"state      running: `train` (pid {os.getpid()} on " in status(tmp_path)
+    dead_lease(tmp_path)
+    assert "state      dead: `train` (pid " in status(tmp_path)
+    dead_lease(tmp_path, "export")
+    assert "state      stopped: saved" in status(tmp_path)
+
+
+def test_status_prints_pass_at_1_and_sane_ages(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    rows = [
+        {"step": 0, "eval/math500/pass@1": 0.5},
+        {"step": 1, "reward/mean": 0.3},
+        {"step": 2, "eval/math500/pass@1": 0.625, "eval/math500/pass@1_se": 0.1},
+        {"step": 3, "reward/mean": 0.4},
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = status(tmp_path)
+    assert "pass@1     math500: 0.6250 at step 2, 0.5000 at step 0" in text
+    assert text.count("pass@1") == 1
+    now = metrics.stat().st_mtime
+    for age_s, expected in ((94610725, "1095.0 days"), (7300, "2.0 h"), (-3600, "0 s")):
+        os.utime(metrics, (now - age_s, now - age_s))
+        assert f"step 3, {expected} ago: reward/mean 0.4" in status(tmp_path)
 
 
 def test_status_shows_queued_jobs_and_the_phase_of_ranks(

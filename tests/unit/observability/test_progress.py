@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,8 +80,9 @@ def test_without_a_terminal_it_logs_lines(clock: Clock) -> None:
     assert lines[0].endswith(
         "step 1/10, 2.00s/step, 00:18 left, reward 0.100, tokens/s 1,234, rollout"
     )
-    assert "00:06 left, reward 0.700, tokens/s 1,234, pass@1 0.500" in lines[2], (
-        "an evaluation stays shown"
+    assert "reward 0.400, tokens/s 1,234, pass@1 0.500" in lines[1]
+    assert "00:06 left, reward 0.700, tokens/s 1,234, rollout" in lines[2], (
+        "pass@1 is shown where it was measured"
     )
     assert "00:00 left" in lines[3]
 
@@ -95,10 +97,52 @@ def test_on_a_terminal_it_draws_one_bar_and_logs_lines_to_the_file_only(
     assert "step 10/10" in last
     assert "reward 1.000" in last
     assert "rollout" not in last
-    assert any("step 3/10" in frame and "rollout" in frame for frame in shown.split("\r"))
     assert (
         "step 10/10, 2.00s/step, 00:00 left, reward 1.000" in (tmp_path / "rank0.log").read_text()
     )
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_a_bar_of_every_width_has_bar_and_phase(
+    columns: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pacs_megatron.observability.progress.REDRAW_S", -1.0)
+    monkeypatch.setattr("pacs_megatron.observability.progress._columns", lambda _: columns)
+    stream = Terminal()
+    with Progress("pacs-qwen3-14b-2n8g-tp4-of-the-study", 1000, stream=stream) as progress:
+        clock.now += 4321.0
+        fields = {"reward": 0.5, "pass@1": 0.25, "tokens/s": 123456.0}
+        progress.advance(12, fields)
+        progress.phase(("rollout", "rewards"))
+        last = stream.getvalue().split("\r")[-1]
+    assert len(last) <= columns
+    assert re.match(r"pacs-qwen3-14b-… 12/1000 \|", last)
+    assert "rollout rewards" in last or columns == 60
+    bar = last.split("|")[1]
+    assert len(bar) >= 8 or columns == 60
+    assert ("tokens/s 123,456" in last) == (columns == 140)
+
+
+def test_a_bar_is_drawn_at_most_twice_a_second(clock: Clock) -> None:
+    stream = Terminal()
+    start = time.monotonic()
+    with Progress("step", 10**6, stream=stream) as progress:
+        for step in range(3000):
+            progress.phase(("update", str(step)))
+            progress.advance(step)
+        lasted_s = time.monotonic() - start
+    # The first, one every half second, and the end, which tqdm draws twice.
+    assert stream.getvalue().count("step ") <= 4 + 2 * lasted_s
+
+
+def test_the_last_state_is_drawn_late() -> None:
+    stream = Terminal()
+    with Progress("step", 10, stream=stream) as progress:
+        progress.advance(1)
+        progress.phase(("a long update",))
+        assert "a long update" not in stream.getvalue()
+        while "a long update" not in stream.getvalue():
+            time.sleep(0.05)
 
 
 def test_a_message_goes_above_the_bar() -> None:
@@ -196,10 +240,10 @@ def test_values() -> None:
 
 def test_a_message_cannot_forge_a_line_or_move_the_cursor() -> None:
     record = logging.LogRecord(
-        "x", logging.INFO, "f", 1, "a\nb\x1b[2K\r\u2028%s", ("c\u0085d",), None
+        "x", logging.INFO, "f", 1, "a\nb\x1b[2K\r\u2028%s", ("c\u0085d\u202ee",), None
     )
     text = LineFormatter(3).format(record)
-    assert text.endswith(r"[rank 3] INFO a\nb\x1b[2K\r\u2028c\x85d")
+    assert text.endswith(r"[rank 3] INFO a\nb\x1b[2K\r\u2028c\x85d\u202ee")
 
 
 def test_other_ranks_only_warn_on_the_console_but_log_all_to_their_file(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def test_changes_of_later_attempts_are_recorded_in_their_order(tmp_path: Path) -
         loaded = load_config(tmp_path / "config.yaml", [f"optimizer.lr={lr}"])
         changed = changed_since(loaded, tmp_path)
         assert changed == ["optimizer.lr"]
-        record_changes(loaded, tmp_path, changed, step)
+        ((key, _, after),) = record_changes(loaded, tmp_path, changed, step)
+        assert (key, after) == ("optimizer.lr", str(lr))
         (tmp_path / "config.yaml").write_text(loaded.to_yaml())
     first, second = read_changes(tmp_path)
     assert (first["step"], first["key"], first["after"]) == (20, "optimizer.lr", "0.5")
