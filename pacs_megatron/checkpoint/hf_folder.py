@@ -30,6 +30,8 @@ from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+VISIBLE = "[!.]*"
+"""Pattern of names, without the hidden files of macOS (`._config.json`) and NFS (`.nfs*`)."""
 _ADAPTER_NAME = "adapter_config.json"
 _MISTRAL_NAME = "consolidated.safetensors"
 """The same weights under Mistral's names; transformers and SGLang skip it, too."""
@@ -136,7 +138,8 @@ class HfFolder:
         """The file of a folder without an index. Raises CheckpointError if there is none."""
         single = self.path / SINGLE_NAME
         if single.exists():
-            others = {path.name for path in self.path.glob("*.safetensors")} - {SINGLE_NAME}
+            others = {path.name for path in self.path.glob(f"{VISIBLE}.safetensors")}
+            others.remove(SINGLE_NAME)
             if others - {_MISTRAL_NAME} or len(others) > 1:
                 raise CheckpointError(
                     f"{self.path} has no {INDEX_NAME}, but {SINGLE_NAME} and {min(others)}; SGLang "
@@ -388,11 +391,11 @@ def metadata_files(folder: Path) -> list[Path]:
     """
     files = [
         path
-        for path in folder.iterdir()
+        for path in folder.glob(VISIBLE)
         if path.suffix in _METADATA_SUFFIXES and is_file(path, CheckpointError)
     ]
     for name in _METADATA_FOLDERS:
-        files += (folder / name).glob("*.jinja")
+        files += (folder / name).glob(f"{VISIBLE}.jinja")
     return sorted(
         path
         for path in files

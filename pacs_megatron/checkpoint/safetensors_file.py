@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from pacs_megatron.checkpoint.page_cache import MappedFile
 from pacs_megatron.errors import CheckpointError, one_line
-from pacs_megatron.runtime.json_reader import as_object, parse_json
+from pacs_megatron.runtime.json_reader import as_object, check_content, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -72,6 +72,7 @@ class SafetensorsFile:
         try:
             # The library checks types and offsets of the header, and the size. The file is opened
             # first, because without permission the library reports a missing file.
+            check_content(path, CheckpointError)
             with path.open("rb"), safe_open(path, framework="np"):
                 pass
         except SafetensorError as error:

@@ -21,6 +21,7 @@ from pacs_megatron.config.text import (
     ModuleName,
     Mount,
     PathText,
+    Word,
 )
 from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.contracts.options import Options
@@ -52,7 +53,7 @@ class ContainerOptions(Options):
     runtime: Literal["pyxis", "apptainer", "enroot"]
     """`pyxis` uses srun's --container-image; the others put a command before the interpreter."""
 
-    image: Line
+    image: Word
     """Image name or path, in the syntax of the runtime."""
 
     mounts: tuple[Mount, ...] = Field(default=(), strict=False)
@@ -98,7 +99,7 @@ class ClusterConfig(Options):
     setup: tuple[Line, ...] = Field(default=(), strict=False)
     """Shell lines that the batch script runs before the first task, on the first node."""
 
-    python: tuple[Line, ...] = Field(default=("python",), strict=False, min_length=1)
+    python: tuple[Word, ...] = Field(default=("python",), strict=False, min_length=1)
     """Interpreter with pacs_megatron, as a list of words: an absolute path, or a name on PATH after
     `modules` and `setup`; with `container`, in the image.
     """
@@ -121,7 +122,7 @@ class ClusterConfig(Options):
     scratch: PathText | None = None
     """Node-local folder, set as TMPDIR. Compiled kernels are cached in a subfolder."""
 
-    env: dict[EnvironmentName, Line] = Field(default_factory=dict)
+    env: dict[EnvironmentName, Word] = Field(default_factory=dict)
     """Environment variables of all tasks, such as HF_HOME."""
 
     srun_args: tuple[Line, ...] = Field(default=(), strict=False)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pacs_megatron.config.checks import find_problems
 from pacs_megatron.config.messages import TAGS, explain_validation, named_key, where
 from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.text import local_path
 from pacs_megatron.config.yaml_tree import (
     MAX_YAML_BYTES,
     MAX_YAML_DEPTH,
@@ -224,7 +225,7 @@ def _included(include: YamlNode | None, folder: Path) -> Iterator[Path]:
         if not isinstance(node.value, str):
             text = "expected a file name or a list of file names; fix it"
             raise ConfigError(f"include={node.plain()!r}: {text} ({node.origin})")
-        file = folder / node.value
+        file = folder / local_path(node.value)
         if not os.path.isfile(file):
             raise ConfigError(
                 f"include={node.value!r}: no such file {_display(file)}; paths are relative to the "

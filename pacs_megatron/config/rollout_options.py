@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pacs_megatron.config.text import Devices, EnvironmentName, HostName, Line, PathText, ServerUrl
+from pacs_megatron.config.text import (
+    Devices,
+    EnvironmentName,
+    HostName,
+    Line,
+    PathText,
+    ServerUrl,
+    Word,
+)
 from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.contracts.options import Options
 
@@ -118,7 +126,7 @@ SET_ELSEWHERE = {
 class SglangServers(Options):
     """Managed servers: the run starts and stops them."""
 
-    python: tuple[Line, ...] = Field(strict=False, min_length=1)
+    python: tuple[Word, ...] = Field(strict=False, min_length=1)
     """Interpreter with SGLang, as a list of words: `[.venv-sglang/bin/python]`, or a container
     command with its Python.
     """

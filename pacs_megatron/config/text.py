@@ -60,7 +60,11 @@ def _check_path(text: str) -> str:
     _check_length(text, "a path", MAX_PATH_BYTES)
     longest_name = max(text.split("/"), key=encodable_bytes)
     _check_length(longest_name, "file names", MAX_NAME_BYTES)
-    return text
+    return str(local_path(text)) if text.startswith("~") else text
+
+
+def _with_home(text: str) -> str:
+    return str(local_path(text)) if text == "~" or text.startswith("~/") else text
 
 
 def _check_length(text: str, kind: str, max_bytes: int) -> None:
@@ -132,8 +136,11 @@ def _check_pattern(text: str) -> str:
 Line = Annotated[str, AfterValidator(_check_line)]
 """Not empty, without control characters."""
 
+Word = Annotated[str, AfterValidator(_check_line), AfterValidator(_with_home)]
+"""A `Line` that may be a path: `~/` at its start becomes the home folder, as in a shell."""
+
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path that the file system can contain."""
+"""A path that the file system can contain; `~` at its start becomes a home folder."""
 
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
 """A regular expression of Python."""

@@ -18,7 +18,13 @@ from typing import Any
 from pacs_megatron.config.schema import DatasetOptions, RowCondition
 from pacs_megatron.config.text import HUB_ID, local_path
 from pacs_megatron.errors import ConfigError, DataError, shown
-from pacs_megatron.runtime.json_reader import as_object, parse_json, read_lines, read_text
+from pacs_megatron.runtime.json_reader import (
+    as_object,
+    check_content,
+    parse_json,
+    read_lines,
+    read_text,
+)
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
 _FORMATS = (
@@ -238,6 +244,8 @@ def _read_json(path: Path) -> Iterator[DataRow]:
 def _read_parquet(path: Path) -> Iterator[DataRow]:
     import pyarrow.parquet
 
+    if path.is_file():
+        check_content(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             _check_names(file.schema_arrow.names, path)

@@ -10,7 +10,7 @@ from pacs_megatron.data.encode import control_tokens
 from pacs_megatron.data.template import text_after_answer
 from pacs_megatron.errors import DataError, shown
 from pacs_megatron.runtime.files import is_file
-from pacs_megatron.runtime.json_reader import read_object
+from pacs_megatron.runtime.json_reader import check_content, read_object
 from pacs_megatron.runtime.processes import run_limited
 from pacs_megatron.runtime.waiting import hub_wait, report_wait
 
@@ -31,8 +31,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     is_local = folder.is_dir()
     if not is_local and (folder.exists() or not HUB_ID.fullmatch(path)):
         raise DataError(f"tokenizer {path}: no such folder, and not a hub id; correct model.path")
-    for file in folder.glob("*.j*"):
-        is_file(file)  # raises: transformers would use defaults in place of a pipe or a lost link
+    for pattern in ("[!.]*.j*", "[!.]*.model"):
+        for file in folder.glob(pattern):
+            is_file(file)  # raises: transformers would use defaults in place of a lost link
+            check_content(file)
 
     wait = report_wait(f"for the tokenizer of {path}") if is_local else hub_wait(path)
     try:

@@ -13,6 +13,7 @@ from pacs_megatron.config.schema import LoggingOptions, WandbOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.observability.metrics import MetricValue
 from pacs_megatron.runtime.closing import Closing
+from pacs_megatron.runtime.environment import check_secret
 from pacs_megatron.runtime.files import naming, write_atomically
 from pacs_megatron.runtime.run_folder import TENSORBOARD_FOLDER
 
@@ -61,6 +62,7 @@ class TensorBoardWriter(Closing):
 
 def check_wandb(options: WandbOptions) -> None:
     """Raises ConfigError without the package or its key."""
+    check_secret("WANDB_API_KEY")
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     needs_key = os.environ.get("WANDB_MODE") not in _WANDB_MODES_WITHOUT_KEY
     if find_spec("wandb") is None:

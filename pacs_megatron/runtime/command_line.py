@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import logging
 import os
 import platform
 import re
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pacs_megatron import __version__
-from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line
-from pacs_megatron.runtime.environment import PACKAGES, installed
+from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line, shown
+from pacs_megatron.runtime.environment import PACKAGES, check_secret, installed
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
@@ -51,7 +52,7 @@ def path_from(text: str) -> Path:
     """The type of an argument: a path."""
     if not text:
         raise argparse.ArgumentTypeError("'', expected a path")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # a shell leaves the `~` of --out=~/x
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -73,6 +74,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
     except FileNotFoundError:
         raise ConfigError("the working directory was removed; change to another one") from None
 
+    _check_variables()
     for argument in arguments:
         # Python decodes each byte that is not UTF-8 to a lone surrogate.
         if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
@@ -80,6 +82,18 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 f"argument {argument[:60]!r} contains NUL or is not UTF-8; correct it, or LC_ALL "
                 "(C.UTF-8)"
             )
+
+
+def _check_variables() -> None:
+    """Raises ConfigError for variables whose values end libraries without a clear message."""
+    level = os.environ.get("LOGLEVEL", "")  # torch's launcher sets its loggers to it
+    if level and level not in logging.getLevelNamesMapping() and not level.isdecimal():
+        raise ConfigError(
+            f"LOGLEVEL={shown(level)}: torch reads this variable; unset it, or set it to INFO or "
+            "WARNING"
+        )
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        check_secret(name)
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -221,6 +221,20 @@ def job_port(job_id: str) -> int:
     return 20000 + int(job_id) % 12000
 
 
+def check_secret(name: str) -> None:
+    """Checks that an HTTP header can contain the value of the variable `name`, if it is set.
+
+    Raises:
+        ConfigError: The value has a line end, a space or another such character; it is not printed.
+    """
+    value = os.environ.get(name, "")
+    if not all("!" <= character <= "~" for character in value):
+        raise ConfigError(
+            f"{name} contains a line end, a space or another character that is not allowed in a "
+            "token; export it without"
+        )
+
+
 def rank_environment(local_world_size: int, *, single_host: bool) -> dict[str, str]:
     """The environment of a rank: this process's variables, and defaults for those that are not
     set.

@@ -23,6 +23,7 @@ MAX_JSON_DIGITS = 300
 
 _TOO_DEEP = f"nested deeper than {MAX_JSON_DEPTH} levels; write it flatter"
 _SPACE = " \t\r\n"
+_LFS_START = b"version https://git-lfs.github.com/spec/"
 
 
 class _RejectedError(ValueError):
@@ -126,6 +127,16 @@ def read_lines(
             yield line
 
 
+def check_content(path: Path, error: type[PacsError] = DataError) -> None:
+    """Raises `error` if `path`, a regular file, is a pointer of git-lfs and not the file itself."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_START)) == _LFS_START:
+            raise error(
+                f"{path} is a pointer of git-lfs, not the file itself; run `git lfs pull` in its "
+                "repository, or download the file"
+            )
+
+
 @contextmanager
 def _regular(path: Path, error: type[PacsError]) -> Iterator[tuple[BinaryIO, int]]:
     """The open file and its size in bytes; a pipe or device is rejected before it is opened."""
@@ -133,6 +144,7 @@ def _regular(path: Path, error: type[PacsError]) -> Iterator[tuple[BinaryIO, int
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise error(f"{path}: not a regular file; correct the path")
+        check_content(path, error)
         with path.open("rb") as file:
             yield file, status.st_size
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the path

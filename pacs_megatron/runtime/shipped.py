@@ -2,6 +2,7 @@
 locks.
 """
 
+import os
 from pathlib import Path
 
 from pacs_megatron.errors import ConfigError
@@ -27,7 +28,7 @@ def run_file(text: str, kind: str = "runs") -> Path:
     Raises:
         ConfigError: `text` is neither.
     """
-    path = Path(text)
+    path = Path(os.path.expanduser(text))
     is_plain_name = path.name == text and path.suffix not in (".yaml", ".yml")
     if path.exists() or not is_plain_name:
         return path

@@ -9,7 +9,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions, RoutingKind
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
-from pacs_megatron.runtime.environment import visible_gpus
+from pacs_megatron.runtime.environment import check_secret, visible_gpus
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
 from pacs_megatron.sglang.decode import RoutesShape
@@ -32,11 +32,7 @@ def api_key(options: SglangRollout) -> str | None:
         raise ConfigError(
             f"rollout.api_key_env={options.api_key_env}: this environment variable is not set"
         )
-    if not all("!" <= character <= "~" for character in key):
-        raise ConfigError(
-            f"rollout.api_key_env={options.api_key_env}: the key contains a space, a newline or "
-            "another character that is not allowed in an HTTP header; export it without"
-        )
+    check_secret(options.api_key_env)
     return key
 
 

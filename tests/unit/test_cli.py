@@ -507,3 +507,27 @@ def test_a_library_that_rejects_a_variable_is_one_line(config: str) -> None:
     assert done.stderr.startswith(
         "EnvironmentError: ValueError: invalid literal for int() with base 10: 'soon'; check"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("LOGLEVEL", "chatty", "LOGLEVEL='chatty': torch reads this variable; unset it"),
+        ("HF_TOKEN", "hf_secret\n", "HF_TOKEN contains a line end"),
+        ("HUGGING_FACE_HUB_TOKEN", "hf_secret\r", "HUGGING_FACE_HUB_TOKEN contains a line end"),
+    ],
+)
+def test_variables_that_end_a_library_later_are_named(
+    name: str,
+    value: str,
+    message: str,
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["config", "show", config]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and "hf_secret" not in shown and shown.count("\n") == 1
+    monkeypatch.setenv(name, "DEBUG")
+    assert main(["config", "show", config]) == 0

@@ -18,6 +18,7 @@ from pacs_megatron.checkpoint.hf_folder import HfFolder, check_names
 from pacs_megatron.checkpoint.names import MANIFEST_NAME, newest_step, position_of
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
@@ -131,7 +132,7 @@ def _folder_of(model: str) -> HfFolder:
 
     A checkpoint is exported to hf_exports/ of its run, once; it may be pruned then.
     """
-    folder = HfFolder(_path_of(Path(model)))
+    folder = HfFolder(_path_of(local_path(model)))
     check_names(folder, weight_table(read_spec(folder.config)))
     return folder
 

@@ -27,11 +27,13 @@ from pacs_megatron.checkpoint.hf_folder import (
     HfFolderWriter,
     copy_hf_metadata,
     hf_tensors,
+    metadata_files,
 )
 from pacs_megatron.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from pacs_megatron.errors import CheckpointError, ConversionError, PacsError
 from pacs_megatron.models import load_spec, weight_table
 from tests.support.fuzz import damaged, fuzz, json_documents
+from tests.support.tiny_models import make_tiny_qwen3
 
 
 @pytest.fixture(scope="module")
@@ -530,3 +532,20 @@ def test_an_export_lists_the_stop_tokens_of_the_run(
     else:
         found = json.loads(written.read_text())
         assert found == {**expected, "eos_token_id": sorted(stops)}
+
+
+def test_hidden_files_of_other_systems_are_no_part_of_a_model(tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "model")
+    before = metadata_files(model)
+    weights = HfFolder(model).names
+    for name in ("._config.json", "._model.safetensors", ".nfs000012", ".DS_Store"):
+        (model / name).write_bytes(b"\0\5\x16\7")
+    assert metadata_files(model) == before
+    assert HfFolder(model).names == weights
+
+
+def test_a_pointer_of_git_lfs_as_weights_is_named(tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "model")
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid a\n")
+    with pytest.raises(CheckpointError, match=r"pointer of git-lfs.*run `git lfs pull`"):
+        HfFolder(model)

@@ -172,3 +172,36 @@ def test_binding_to_cores_requires_the_number_of_cores(tmp_path: Path) -> None:
         load_cluster(path)
     path.write_text("name: x\ncpu_bind: map_ldom:0,1\n")
     assert load_cluster(path).cpu_bind == "map_ldom:0,1"
+
+
+def test_the_home_folder_in_paths_of_a_run(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["run.dir=~/runs", "model.path=~/model", "data.train.path=~/d.jsonl"]
+    config = load_config(base, [*words, "data.train.more_paths=[~/e.jsonl]"]).config
+    assert (config.run.dir, config.model.path) == ("/home/me/runs", "/home/me/model")
+    assert config.data.train.paths == ("/home/me/d.jsonl", "/home/me/e.jsonl")
+    servers = "{count: 1, device: cpu, python: [~/v/bin/python]}"
+    rollout = f"{SGLANG.replace('disk', 'disk, folder: ~/w')}, servers: {servers}}}"
+    managed = load_config(base, [rollout]).config.rollout
+    assert managed.servers.python == ("/home/me/v/bin/python",)  # type: ignore[union-attr]
+    assert managed.sync.folder == "/home/me/w"  # type: ignore[union-attr]
+
+
+def test_the_home_folder_in_includes(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(base.parent))
+    (base.parent / "more.yaml").write_text("include: ~/base.yaml\nrun: {name: more}\n")
+    assert load_config(base.parent / "more.yaml").config.run.name == "more"
+
+
+def test_the_home_folder_in_a_cluster_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "name: c\npython: [~/venv/bin/python, -u]\nscratch: ~/tmp\n"
+        "container: {runtime: apptainer, image: ~/x.sif}\nenv: {HF_HOME: ~/hf, A: a~/b}\n"
+    )
+    cluster = load_cluster(file)
+    assert cluster.python == ("/home/me/venv/bin/python", "-u")
+    assert cluster.scratch == "/home/me/tmp"
+    assert cluster.container is not None and cluster.container.image == "/home/me/x.sif"
+    assert cluster.env == {"HF_HOME": "/home/me/hf", "A": "a~/b"}

@@ -153,3 +153,11 @@ def test_any_file_of_lines_gives_rows_or_the_named_error(
         assert all(isinstance(row, dict) for row in parse_lines(complete_lines(path), path))
     except DataError as error:
         assert "\n" not in str(error)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3945\n")
+    for read in (read_object, lambda path: list(read_lines(path))):
+        with pytest.raises(DataError, match=r"pointer of git-lfs.*run `git lfs pull`"):
+            read(file)

@@ -11,6 +11,7 @@ import pytest
 from pacs_megatron.cli import main
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime import shipped
+from pacs_megatron.runtime.command_line import path_from
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,3 +62,11 @@ def test_a_built_package_contains_the_folders(
         files = {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
         assert {path.relative_to(mine) for path in mine.rglob("*") if path.is_file()} == files
     assert (tmp_path / "pacs_megatron" / "py.typed").is_file()
+
+
+def test_the_home_folder_of_a_configuration_and_of_an_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert shipped.run_file("~/run.yaml") == tmp_path / "run.yaml"
+    assert path_from("~/out") == tmp_path / "out"
