@@ -15,6 +15,8 @@ from pathlib import Path
 from examples.quickstart.model import build_model
 from examples.quickstart.problems import write_problems
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.runtime.command_line import program
+from pacs_megatron.runtime.waiting import report_wait
 
 REPO = Path(__file__).resolve().parents[2]
 SHORT_WARMSTART = ("run.steps=20", "optimizer.warmup_updates=5")
@@ -109,12 +111,13 @@ def main() -> None:
         *(SHORT if args.short else ()),
         *args.overrides,
     )
-    run("examples.quickstart.check", str(final))
+    with report_wait("for transformers and the policy to answer the same problems"):
+        run("examples.quickstart.check", str(final))
     print(summary(final))
     print(f"report: {final}/report.html   checkpoint: {final}/hf")
     print(
-        "next: pacs-megatron train configs/runs/quickstart.yaml run.name=my-run objective.beta=2  "
-        " (see README.md)"
+        f"next: {program()} train configs/runs/quickstart.yaml run.name=my-run objective.beta=2"
+        "   (see README.md)"
     )
 
 

@@ -544,6 +544,8 @@ def _profile_problems(config: RunConfig) -> Iterator[str]:
 def _evaluation_problems(config: RunConfig) -> Iterator[str]:
     evaluation = config.evaluation
     if not evaluation.benchmarks:
+        if "benchmarks" in evaluation.model_fields_set:
+            return  # `evaluation.benchmarks=[]` switches off the evaluation of a file
         for name in changed(evaluation):
             yield (
                 f"`evaluation.{name}` is not used without evaluation.benchmarks; add a benchmark "

@@ -12,6 +12,7 @@ from typing import Any
 
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.observability import logs
+from pacs_megatron.runtime.waiting import report_wait
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def _command() -> Iterator[None]:
     logs.setup_logging(None, 0)
     previous = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        with report_wait("for the libraries to load and the conversion to end"):
+            yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -332,6 +332,7 @@ def _scancel(jobs: list[str]) -> None:
         raise ConfigError(f"scancel {' '.join(jobs)}: {done.stderr.strip()}")
 
 
+@report_wait("for the libraries to load and the export to end")
 def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
     """Writes the weights of a checkpoint for Hugging Face, and the critic's weights beside them.
 

@@ -8,6 +8,7 @@ Python loads torch.
 
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,12 +38,14 @@ from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.rewards import sandbox
+from pacs_megatron.runtime.command_line import program
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
 from pacs_megatron.runtime.files import is_file
 from pacs_megatron.runtime.run_folder import (
     ATTEMPT_VARIABLE,
     EXIT_CODE_FILE,
     FAILED_RANK_FILE,
+    REPORT_FILE,
     changed_since,
     read_exit_code,
     run_folder,
@@ -90,7 +93,31 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
     exit_code_file = run_dir / EXIT_CODE_FILE
     is_file(exit_code_file, ConfigError)  # raises for a folder of this name
     command = [TRAINING_MODULE, str(config_path), *overrides]
-    return start_ranks(command, world_size, exit_code_file, lead_s=resources.signal_lead_s)
+    code = start_ranks(command, world_size, exit_code_file, lead_s=resources.signal_lead_s)
+    if code == ExitCode.OK:
+        sys.stderr.write("".join(f"{line}\n" for line in closing_lines(loaded, overrides)))
+    return code
+
+
+def closing_lines(loaded: LoadedConfig, overrides: Sequence[str]) -> list[str]:
+    """What a run that is done has written, and the next command.
+
+    Args:
+        loaded: configuration of the run.
+        overrides: of the command, for the next one.
+    """
+    run_dir = run_folder(loaded)
+    folder = shlex.quote(str(run_dir))
+    words = [program(), "eval", str(loaded.path), *overrides, "--model", str(run_dir / "hf")]
+    command = " ".join([words[0], *map(shlex.quote, words[1:])])
+    if not loaded.config.evaluation.benchmarks:
+        command = f"{program()} compare {folder} OTHER_RUN"
+    return [
+        f"done       {loaded.config.run.steps} steps",
+        f"weights    {run_dir / 'hf'} (Hugging Face format)",
+        f"report     {run_dir / REPORT_FILE} (open it in a browser)",
+        f"next       {command}",
+    ]
 
 
 def become_rank(

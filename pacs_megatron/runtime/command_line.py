@@ -6,6 +6,8 @@ import logging
 import os
 import platform
 import re
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -94,6 +96,21 @@ def _check_variables() -> None:
         )
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         check_secret(name)
+
+
+def program() -> str:
+    """The words that start this program, as a command that a message prints: the name if it is on
+    PATH, else the path of its file.
+    """
+    name = "pacs-megatron"
+    beside = Path(sys.executable).with_name(name)
+    on_path = shutil.which(name)
+    if on_path is not None and os.path.realpath(on_path) == os.path.realpath(beside):
+        return name
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m pacs_megatron"
+    relative = os.path.relpath(beside)
+    return shlex.quote(str(beside) if relative.startswith("..") else relative)
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -116,8 +116,8 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
     """Keys whose values differ from the last attempt's in this folder; empty for the first attempt.
 
     Raises:
-        ConfigError: One of FIXED_KEYS differs, or `run_dir` is not the folder of a run, or
-            `check_run_folder` fails.
+        ConfigError: One of FIXED_KEYS differs and the run has a checkpoint, or `run_dir` is not the
+            folder of a run, or `check_run_folder` fails.
     """
     check_run_folder(run_dir)
     config_file = run_dir / CONFIG_FILE
@@ -138,12 +138,16 @@ def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )
     forbidden = [key for key in changed if key.startswith(FIXED_KEYS) and key not in _NOT_FIXED]
-    if forbidden:
+    if forbidden and _has_checkpoint(run_dir):
         raise ConfigError(
             f"{run_dir} contains a run with another {forbidden[0]}; use the same, or choose "
             "another run.name"
         )
     return changed
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step_*/manifest.json"))
 
 
 def record_changes(

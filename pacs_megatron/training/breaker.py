@@ -8,6 +8,7 @@ from typing import Any
 
 from pacs_megatron.config.schema import MismatchOptions
 from pacs_megatron.errors import RolloutError
+from pacs_megatron.objectives.shared.base import CommonOptions
 
 logger = logging.getLogger(__name__)
 
@@ -116,19 +117,24 @@ def with_signal_to_noise(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"pacs/score_snr": observed / noise**2 - 1}
 
 
-def warn_of_clipping(clipped_fracs: Sequence[float]) -> None:
-    """Warns if more than half of an attempt's updates were clipped.
+def warn_of_clipping(clipped_fracs: Sequence[float], objective: CommonOptions) -> None:
+    """Warns if more than half of an attempt's updates were clipped by a limit that was configured.
+
+    The default of an objective gives no warning.
 
     Called at the end only: a healthy run that starts from random weights clips its first updates
     too.
 
     Args:
         clipped_fracs: `optimizer/clipped_frac` of each step of the attempt.
+        objective: options of the run's objective.
     """
+    if objective.clip_grad == type(objective).model_fields["clip_grad"].default:
+        return
     if sum(clipped_fracs) > len(clipped_fracs) / 2:
         logger.warning(
-            "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad, so "
-            "large and small gradients gave updates of one length; raise clip_grad, set it to 0, "
-            "or lower optimizer.lr",
+            "%.0f %% of the updates were clipped to a gradient norm of objective.clip_grad=%g, so "
+            "large and small gradients gave updates of one length; raise clip_grad, or set it to 0",
             100 * sum(clipped_fracs) / len(clipped_fracs),
+            objective.clip_grad,
         )

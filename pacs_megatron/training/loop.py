@@ -110,7 +110,7 @@ class Outputs:
         """Writes the report of the run; warns if most updates were clipped, and of idle steps."""
         if self._run.driver is None:
             return
-        warn_of_clipping(self._clipped)
+        warn_of_clipping(self._clipped, self._run.config.objective)
         if progress.step and progress.idle_steps == progress.step:
             logger.warning(
                 "the run has trained nothing: its weights are those of %s",

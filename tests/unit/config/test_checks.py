@@ -501,3 +501,10 @@ def test_layout(base: Path, overrides: list[str], ranks: int, key: str) -> None:
         for problem in layout_problems(load_config(base, overrides).config, ranks)
     ] == [key]
     assert layout_problems(load_config(base).config, 8) == []
+
+
+def test_an_empty_list_of_benchmarks_switches_the_evaluation_off(tmp_path: Path) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text(BASE)
+    config = load_config(file, ["evaluation.every=5", "evaluation.benchmarks=[]"]).config
+    assert config.evaluation.benchmarks == ()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.launch.train import run_train, start_ranks
+from pacs_megatron.launch.train import closing_lines, run_train, start_ranks
 from pacs_megatron.runtime import waiting
 from pacs_megatron.runtime.environment import RankPlace, find_rank, job_port
 from tests.support.run_files import BASE
@@ -356,3 +358,21 @@ def test_places() -> None:
     with pytest.raises(ConfigError, match="that of srun, but SLURM_LOCALID is not set"):
         find_rank({key: value for key, value in step.items() if key != "SLURM_LOCALID"})
     assert os.environ.get("RANK") is None
+
+
+def test_the_last_lines_of_a_run_name_its_results_and_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my run.yaml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    words = ["run.dir=out", "evaluation={benchmarks: [{path: b.jsonl, preset: gsm8k}], sampling: "]
+    words[1] += "{max_response_tokens: 8}}"
+    lines = closing_lines(load_config(Path("my run.yaml"), words), words)
+    run_dir = Path("out") / load_config(Path("my run.yaml")).config.run.name
+    assert f"weights    {run_dir}/hf (Hugging Face format)" in lines
+    assert f"report     {run_dir}/report.html (open it in a browser)" in lines
+
+    command = shlex.split(lines[-1].removeprefix("next "))
+    assert command[-5:] == ["my run.yaml", *words, "--model", f"{run_dir}/hf"]
+    done = subprocess.run([*command[:-5], "--help"], capture_output=True, text=True, check=True)
+    assert "pass@k of a model" in done.stdout

@@ -96,5 +96,11 @@ def test_the_limit_of_dropped_rows_may_change_and_other_keys_of_the_data_may_not
     (run_dir / "config.yaml").write_text(load_config(config).to_yaml())
     changed = load_config(config, ("data.max_dropped_frac=0.5",))
     assert changed_since(changed, run_dir) == ["data.max_dropped_frac"]
+    corrected = load_config(config, ("data.max_prompt_tokens=99",))
+    assert changed_since(corrected, run_dir) == ["data.max_prompt_tokens"], "nothing was saved"
+    (run_dir / "checkpoints" / "step_000001.partial").mkdir(parents=True)
+    assert changed_since(corrected, run_dir) == ["data.max_prompt_tokens"], "not complete"
+    (run_dir / "checkpoints" / "step_000000_plus_01").mkdir()
+    (run_dir / "checkpoints" / "step_000000_plus_01" / "manifest.json").touch()
     with pytest.raises(ConfigError, match=r"another data\.max_prompt_tokens"):
-        changed_since(load_config(config, ("data.max_prompt_tokens=99",)), run_dir)
+        changed_since(corrected, run_dir)
