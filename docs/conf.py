@@ -48,7 +48,13 @@ _CONTENTS = {
 
 
 def add_generated_text(_app: Sphinx, document: str, content: list[str]) -> None:
-    """The table of contents and the configuration reference exist on the site only."""
+    """The table of contents and the configuration reference exist on the site only.
+
+    Measurements are not in the table of contents: the overview and the pages that use them link
+    them.
+    """
+    if document.startswith("docs/measurements/"):
+        content[0] = "---\norphan: true\n---\n\n" + content[0]
     if document == "docs/reference":
         content[0] += reference.markdown()
     if document == root_doc:
@@ -58,10 +64,9 @@ def add_generated_text(_app: Sphinx, document: str, content: list[str]) -> None:
 
 
 def _contents() -> dict[str, list[str]]:
-    """Title -> pages of the table of contents, with all files of docs/."""
+    """Title -> pages of the table of contents, with all files of docs/ but the measurements."""
     contents = dict(_CONTENTS)
-    for title in ("Measurements", "Decisions"):
-        contents[title] = _page_names(HERE.glob(f"{title.lower()}/*.md"))
+    contents["Decisions"] = _page_names(HERE.glob("decisions/*.md"))
 
     listed = {"README"}
     for pages in _CONTENTS.values():

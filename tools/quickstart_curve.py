@@ -1,12 +1,14 @@
 """Draws `docs/measurements/quickstart/curve.svg`, the picture of the README, from the committed
 metrics of each seed.
 
-`python tools/quickstart_curve.py` reads `metrics-0.jsonl`, `metrics-1.jsonl`, ... beside the
-picture.
+`python tools/quickstart_curve.py` reads `metrics-0.jsonl`, `metrics-1.jsonl`, ... of
+`docs/measurements/quickstart.zip`.
 """
 
 import re
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +23,7 @@ from pacs_megatron.observability.charts import (  # noqa: E402
 )
 from pacs_megatron.observability.metrics import MetricsRow, read_metrics  # noqa: E402
 
-FOLDER = ROOT / "docs" / "measurements" / "quickstart"
+MEASUREMENTS = ROOT / "docs" / "measurements"
 PANELS = (
     ("pass@1 on 96 held-out problems", "eval/test/pass@1"),
     ("distance to the label, mean |σ(ψ) − y|", "pacs/residual_mean"),
@@ -84,13 +86,22 @@ def picture(runs: dict[str, list[MetricsRow]]) -> str:
     )
 
 
+def committed_runs() -> dict[str, list[MetricsRow]]:
+    """`seed N` -> rows of metrics, of each seed in the archive."""
+    runs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(MEASUREMENTS / "quickstart.zip") as archive:
+            archive.extractall(folder)
+        for path in sorted(Path(folder).glob("metrics-[0-9].jsonl")):
+            seed = path.stem.removeprefix("metrics-")
+            runs[f"seed {seed}"] = read_metrics(path)
+    return runs
+
+
 def main() -> None:
     """Writes the picture."""
-    runs = {}
-    for path in sorted(FOLDER.glob("metrics-[0-9].jsonl")):
-        seed = path.stem.removeprefix("metrics-")
-        runs[f"seed {seed}"] = read_metrics(path)
-    (FOLDER / "curve.svg").write_text(picture(runs), encoding="utf-8")
+    drawing = picture(committed_runs())
+    (MEASUREMENTS / "quickstart" / "curve.svg").write_text(drawing, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Documents: links and paths exist, text wraps at 100 columns, the README's file loads, every
-metric is described.
+metric is described, and the logs of measurements are those that the pages name.
 """
 
 import ast
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(ROOT.glob("*.md"))
 for _folder in ("docs", "conversion", "examples", "slurm"):
     DOCUMENTS += sorted((ROOT / _folder).rglob("*.md"))
+MEASUREMENTS = ROOT / "docs" / "measurements"
 COLUMNS = 100
 PATH = re.compile(
     r"`((?:pacs_megatron|tests|benchmarks|configs|docs|slurm|tools|requirements)/[\w./*-]+)`"
@@ -55,6 +57,35 @@ def test_links_and_columns(path: Path) -> None:
         name for name in PATH.findall("\n".join(lines)) if not list(ROOT.glob(name.rstrip("/")))
     ]
     assert not missing, f"no such file: {missing}"
+
+
+def test_archives_have_the_logs_that_pages_name() -> None:
+    """A link `[`first.jsonl`](kills.zip)` names a file of the archive, and each file has one."""
+    named: dict[Path, set[str]] = {}
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+\.zip)\)", text):
+            names = re.findall(r"`([^`]+)`", label)
+            assert names, f"{path}: a link to {target} names no file of it"
+            named.setdefault((path.parent / target).resolve(), set()).update(names)
+
+    archives = sorted(MEASUREMENTS.rglob("*.zip"))
+    assert archives == sorted(named)
+    for archive in archives:
+        with zipfile.ZipFile(archive) as logs:
+            assert logs.testzip() is None
+            assert sorted(logs.namelist()) == sorted(named[archive]), archive.name
+
+
+def test_few_files_beside_the_pages_of_measurements() -> None:
+    files = []
+    for path in MEASUREMENTS.rglob("*"):
+        if path.is_file() and path.suffix != ".md":
+            files.append(path)
+    assert len(files) < 60
+
+    logs = [path for path in files if path.suffix not in (".zip", ".png", ".svg")]
+    assert {path.parent.name for path in logs} == {"detection"}, "logs belong into an archive"
 
 
 def test_the_configuration_of_the_readme_loads(tmp_path: Path) -> None:
