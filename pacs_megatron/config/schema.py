@@ -355,12 +355,21 @@ class DatasetOptions(Options):
         return (self.path, *self.more_paths)
 
 
+PAPER_SUFFIX = r"Please reason step by step, and put your final answer within \boxed{}."
+MATHEMATICS = ("deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime")
+"""Presets whose problems end in an answer to box"""
+
+
 class DataOptions(Options):
     train: DatasetOptions
     """Training data."""
 
-    prompt_suffix: str = r"Please reason step by step, and put your final answer within \boxed{}."
-    """Text appended to each problem after a space; the default is the paper's. Empty for none."""
+    prompt_suffix: str | None = None
+    """Text appended to each problem after a space, also of the benchmarks; empty for none.
+
+    null: the paper's (`Please reason step by step, and put your final answer within \\boxed{}.`) if
+    `train.preset` is a set of mathematics, none for other data.
+    """
 
     system_prompt: str | None = None
     """System message of the chat template; null for none."""
@@ -386,6 +395,17 @@ class DataOptions(Options):
     """Permute the labels of each step at random, with their rewards: a control, in which the policy
     must not improve.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_suffix(cls, values: Any) -> Any:
+        """Writes the suffix that null stands for, so that the run's file has it."""
+        if not isinstance(values, dict) or values.get("prompt_suffix") is not None:
+            return values
+        train = values.get("train")
+        preset = train.get("preset") if isinstance(train, dict) else getattr(train, "preset", None)
+        is_mathematics = isinstance(preset, str) and preset in MATHEMATICS
+        return values | {"prompt_suffix": PAPER_SUFFIX if is_mathematics else ""}
 
     @field_validator("chat_template_args")
     @classmethod

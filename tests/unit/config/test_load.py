@@ -7,6 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pacs_megatron.config import load_config
+from pacs_megatron.config.schema import PAPER_SUFFIX
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
@@ -271,3 +272,24 @@ def test_a_shared_include_is_no_cycle(base: Path, tmp_path: Path) -> None:
         load_config(write(tmp_path, "run.yaml", "include: [x.yaml, y.yaml]\n")).config.run.name
         == "demo"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "suffix"),
+    [
+        ((), PAPER_SUFFIX),
+        (("data.train={preset: null, columns: {problem: q, answer: a}}",), ""),
+        (("data.train.preset=gpqa",), ""),
+        (("data.prompt_suffix=null",), PAPER_SUFFIX),
+        (("data.prompt_suffix=",), ""),
+        (("data.prompt_suffix=Be brief.", "data.train.preset=gpqa"), "Be brief."),
+    ],
+)
+def test_the_default_suffix_is_for_presets_of_mathematics_only(
+    base: Path, words: tuple[str, ...], suffix: str
+) -> None:
+    loaded = load_config(base, words)
+    assert loaded.config.data.prompt_suffix == suffix
+    assert "put your final answer within \\boxed{}" in PAPER_SUFFIX
+    base.write_text(loaded.to_yaml())
+    assert load_config(base).config == loaded.config, "the record of a run has the suffix"
