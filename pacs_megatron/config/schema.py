@@ -607,6 +607,11 @@ class LoggingOptions(Options):
     wandb: WandbOptions | None = None
     """Log to Weights & Biases. Requires the `wandb` package, and WANDB_API_KEY."""
 
+    step_start_entropy: bool = False
+    """Report `policy/entropy_step_start`, the entropy over all admitted responses with the weights
+    at the start of the step. Costs a forward pass over each mini-batch that needs no log-prob pass.
+    """
+
     save_tokens: bool = False
     """Write token ids, log-probs and weight versions as arrays, to repeat a step exactly: eight
     bytes per token.

@@ -8,15 +8,16 @@ V_t is the critic's value before response token t, with the step-start weights. 
 last token is 0, also for a truncated response, because the length limit is a part of the task. r_t
 is the verifier's reward at the last token; `kl_in: reward` subtracts kl_coef * k_t at each token. A
 is whitened over all tokens of the rollout batch, (A - mean) / sqrt(var + 1e-8) with the unbiased
-variance; G is not. Policy: -min(rho A, clip(rho, 0.8, 1.2) A) per token. Critic: 0.5 max((V - G)^2,
-(clip(V, V_start - c, V_start + c) - G)^2) per token, with the mean of `loss_mean`.
+variance; G is not. Policy: -min(rho A, clip(rho, 0.8, 1.2) A) per token. Critic: value_coef max((V
+- G)^2, (clip(V, V_start - c, V_start + c) - G)^2) per token, with the mean of `loss_mean`.
 
 The formulas are those of the authors' baseline, verl's core_algos.py
 (`compute_gae_advantage_return`, `compute_value_loss`) and torch_functional.py (`masked_whiten`);
 TRL's PPOTrainer has the same GAE. Defaults gamma = lam = 1, c = 0.5 and the critic's rate 1e-5 are
 those of verl and of the authors' script (ritzz-ai/PACS, scripts/baseline/ppo.sh), which sets 1e-5
-and no KL term. Its mean, `seq-mean-token-sum-norm` over 4,096 tokens, is `loss_mean: dr_grpo`. TRL
-has lam = 0.95, c = 0.2.
+and no KL term. Its mean, `seq-mean-token-sum-norm` over 4,096 tokens, is `loss_mean: dr_grpo`.
+value_coef = 0.5 is the factor of TRL and of verl since; the authors' copy of verl has none, so 1.
+TRL has lam = 0.95, c = 0.2.
 """
 
 from collections.abc import Sequence
@@ -72,6 +73,10 @@ class PpoOptions(TokenMeanOptions, ClippedOptions):
     value_clip: float | None = Field(default=0.5, gt=0)
     """Bound of a value's distance from the value at the step's start, in units of the reward; null:
     no bound.
+    """
+    value_coef: float = Field(default=0.5, gt=0)
+    """Factor of the critic's squared error. Adam removes it, except in the clipping of the critic's
+    gradient at `clip_grad` and in `optimizer.adam_eps`.
     """
     critic: CriticOptions = CriticOptions()
     """The critic."""
@@ -161,7 +166,7 @@ class ValueLoss(Objective):
         if self.options.value_clip is not None:
             clipped_loss = (self._clipped(tokens) - returns).square()
             loss = torch.maximum(loss, clipped_loss)
-        return 0.5 * weight * loss
+        return self.options.value_coef * weight * loss
 
     def token_metrics(self, tokens: TokenRecord, prepared: Prepared) -> dict[str, Tensor]:
         """Each token's part of the sums of `explained_variance`, and of `clip_frac`, the share of
@@ -188,7 +193,7 @@ class ValueLoss(Objective):
         start = tokens.estimates["value"]
         bound = self.options.value_clip
         assert bound is not None
-        return torch.minimum(torch.maximum(tokens.logprobs, start - bound), start + bound)
+        return tokens.logprobs.clamp(start - bound, start + bound)
 
 
 def gae(

@@ -11,7 +11,7 @@ compute_policy_loss_real, compute_policy_loss_bce). Its scripts have no KL and n
 use `delta` in a metric only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -23,9 +23,6 @@ from pacs_megatron.objectives.shared.groups import build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
 from pacs_megatron.objectives.shared.scores import one_class, sample_loss
-
-MAX_EXPONENT = 500.0
-"""Upper limit of exponents, because exp overflows float64 at 709."""
 
 
 class RealOptions(CommonOptions):
@@ -141,14 +138,45 @@ class Real(Objective, options=RealOptions):
             sample's logit), [m] each.
         """
         sign = 1.0 - 2.0 * table.labels
-        terms = (sign * logits).clamp(max=MAX_EXPONENT).exp()
-        correct_sum = table.total(terms * table.labels)[table.group_of_sample]
-        incorrect_sum = table.total(terms * (1.0 - table.labels))[table.group_of_sample]
-        class_sum = torch.where(table.labels == 1.0, correct_sum, incorrect_sum)
+        exponents = sign * logits
+        is_correct = table.labels == 1.0
 
-        # A sample's share of log(1 + sum of its class) is its part of that sum.
-        loss = class_sum.log1p() * terms / class_sum
-        return loss, sign * terms / (1.0 + class_sum)
+        # exp of the distance to the largest exponent of the class neither overflows nor is 0 in
+        # every sample.
+        largest = _of_own_class(table.largest, exponents, is_correct, table, absent=float("-inf"))
+        terms = (exponents - largest).exp()
+        class_sum = _of_own_class(table.total, terms, is_correct, table, absent=0.0)
+        log_sum = largest + class_sum.log()
+
+        # log(1 + exp(log_sum)) and its derivative. A sample's part of both is its part of the sum.
+        share = terms / class_sum
+        loss = log_sum.clamp(min=0.0) + (-log_sum.abs()).exp().log1p()
+        return share * loss, sign * share * log_sum.sigmoid()
+
+
+def _of_own_class(
+    reduce: Callable[[Tensor], Tensor],
+    values: Tensor,
+    is_correct: Tensor,
+    table: SampleTable,
+    *,
+    absent: float,
+) -> Tensor:
+    """`reduce` by group over the samples of each sample's own class.
+
+    Args:
+        reduce: [m] -> [g].
+        values: [m].
+        is_correct: [m], bool.
+        table: of the m samples.
+        absent: the value that does not change the result of `reduce`.
+
+    Returns:
+        [m].
+    """
+    of_correct = reduce(torch.where(is_correct, values, absent))[table.group_of_sample]
+    of_incorrect = reduce(torch.where(is_correct, absent, values))[table.group_of_sample]
+    return torch.where(is_correct, of_correct, of_incorrect)
 
 
 class RealBceOptions(RealOptions):

@@ -7,9 +7,10 @@ with A = -1.
 
     l = -min(rho A, clip(rho, 0.8, 1.2) A)
 
-per token, mean over the trained samples' tokens. Defaults: positive_weight 0.1, no KL term. The
-formulas are those of TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`, and the
-subset in ray_trainer.py).
+per token, mean over the trained samples' tokens. The other samples have no term at all: no KL, no
+entropy. Defaults: positive_weight 0.1, no KL term. The formulas are those of
+TianHongZXY/RLVR-Decomposed (`compute_psr_nsr_outcome_advantage`), whose ray_trainer.py cuts the
+batch to the trained samples before the loss.
 """
 
 from typing import ClassVar, Literal, Self
@@ -70,7 +71,7 @@ class WReinforce(PolicyGradient, options=WReinforceOptions):
         return table.labels * positive + (1.0 - table.labels) * negative
 
     def token_weights(self, facts: SampleFacts, advantages: Tensor) -> FloatArray:
-        """1/T over the T tokens of the trained samples, float64 [n]."""
+        """1/T over the T tokens of the trained samples, 0 for the others, float64 [n]."""
         is_trained = (advantages != 0.0).numpy()
         num_tokens = int(facts.response_lens[is_trained].sum())
-        return np.full(facts.num_samples, 1.0 / max(num_tokens, 1))
+        return np.where(is_trained, 1.0 / max(num_tokens, 1), 0.0)

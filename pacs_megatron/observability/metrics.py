@@ -81,6 +81,12 @@ class MetricSums:
             else:
                 self.extremes[name] = float(choose(self.extremes.get(name, value), value))
 
+    def add(self, other: "MetricSums") -> None:
+        """Adds the metrics of `other`."""
+        for name, metric in other.sums.items():
+            self.add_means({name: metric.mean}, metric.count)
+        self.add_means(other.extremes, 1)
+
     def values(self) -> dict[str, float | None]:
         """Means (None where the denominator is zero) and extremes by name."""
         means = {name: metric.mean for name, metric in self.sums.items()}

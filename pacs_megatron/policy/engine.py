@@ -130,6 +130,12 @@ class MegatronPolicy:
         """experts of the last `step_start` or score pass, of this rank's samples; None for a model
         without experts
         """
+        self.measures_entropy = False
+        """whether `step_start` passes compute entropies"""
+        self.step_start_entropy: tuple[float, float] = (0.0, 0.0)
+        """sum of the entropies in nats and number of tokens of the last `step_start` pass, over all
+        ranks
+        """
         self._tokens_per_microbatch = tokens_per_microbatch
 
         sequence_multiple = parallel.tp if parallel.sequence_parallel else 1
@@ -266,12 +272,15 @@ class MegatronPolicy:
         minibatch: MiniBatch,
         should_stop: StopTest | None,
         routing: Routing | None = None,
-    ) -> tuple[list[MicroBatch], list[Tensor]]:
+        *,
+        want_entropy: bool = False,
+    ) -> tuple[list[MicroBatch], list[tuple[Tensor, Tensor]]]:
         """A forward-only pass.
 
         Returns:
             This rank's micro-batches.
-            Their log-probs [local], fp32, nats, on the last pipeline stage; [] elsewhere.
+            Their log-probs and entropies of `schedule.forward`, on the last pipeline stage; []
+            elsewhere.
         """
         _add_tokens(self.forward_tokens, minibatch)
         batches = self._batches(minibatch)
@@ -286,7 +295,10 @@ class MegatronPolicy:
                 lag=self.rank.layout.pp + 1,
                 group=self.rank.control,
             )
-        return batches, schedule.forward(self.chunks, batches, stoppable, routing)
+        results = schedule.forward(
+            self.chunks, batches, stoppable, routing, want_entropy=want_entropy
+        )
+        return batches, results
 
     def logprobs(
         self,
@@ -317,20 +329,38 @@ class MegatronPolicy:
         # The pass of the reference neither replays nor records experts.
         replayed = minibatch.routes if source == "step_start" else None
         routing = None if source == "reference" else self._routing(replayed)
+        want_entropy = self.measures_entropy and source == "step_start"
         with weights_of_source:
-            batches, results = self._forward(minibatch, should_stop, routing)
+            batches, results = self._forward(
+                minibatch, should_stop, routing, want_entropy=want_entropy
+            )
         if routing is not None:
             self.routes = replayed or routing.recorded()
+        if want_entropy:
+            self.step_start_entropy = self._sum_entropies([entropies for _, entropies in results])
 
         logprobs_of_row: dict[int, np.ndarray] = {}
         # Other stages than the last one have no results.
-        for batch, logprobs in zip(batches, results, strict=False):
+        for batch, (logprobs, _) in zip(batches, results, strict=False):
             ends = np.cumsum(batch.response_lens)
             pieces = np.split(batch.gather(logprobs).cpu().numpy(), ends[:-1])
             # A padding micro-batch has no rows, but np.split returns one empty piece.
             for row, piece in zip(batch.rows, pieces, strict=False):
                 logprobs_of_row[int(row)] = piece
         return logprobs_of_row
+
+    def _sum_entropies(self, entropies: Sequence[Tensor]) -> tuple[float, float]:
+        """(sum in nats, number of tokens) over all ranks. Collective.
+
+        Args:
+            entropies: [local] of each micro-batch on the last pipeline stage; [] elsewhere.
+        """
+        reports = []
+        for values in entropies:
+            num_tokens = torch.tensor(float(values.numel()))
+            reports.append({"sum/entropy": values.double().sum(), "sum/tokens": num_tokens})
+        sums = self._sum_reports(reports)
+        return sums["sum/entropy"], sums["sum/tokens"]
 
     def scores(
         self,
@@ -374,7 +404,7 @@ class MegatronPolicy:
         with torch.no_grad():
             batches, results = self._forward(minibatch, should_stop, routing)
             # Other stages than the last one have no results.
-            for batch, logprobs in zip(batches, results, strict=False):
+            for batch, (logprobs, _) in zip(batches, results, strict=False):
                 record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
                 statistics.add(batch, record, objective)
 
@@ -688,7 +718,7 @@ class MegatronPolicy:
             owner_of_row=minibatch.plan.owners(minibatch.facts.num_samples),
         )
 
-    def _sum_reports(self, reports: list[Mapping[str, Tensor]]) -> dict[str, float]:
+    def _sum_reports(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Totals over micro-batches and data-parallel ranks, the same on every rank. Collective.
 
         Args:

@@ -46,6 +46,7 @@ from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import LossGradient, token_logprobs
+from pacs_megatron.policy.token_replay import TokenReplay
 
 _MAX_PADDING_FACTOR = 2.0
 """The attention pads sequences to one batch if this multiplies the tokens by at most this factor.
@@ -603,6 +604,9 @@ def _build_model(
             position_embedding_type="rope",
             rotary_base=spec.rope_theta,  # `build_chunks` scales the frequencies
         )
+    if spec.moe is not None:
+        for layer in model.decoder.layers:
+            layer.mlp.router.router_replay = TokenReplay()
     # `Routing` uses each router's own instance.
     RouterReplay.clear_global_router_replay_instances()
 

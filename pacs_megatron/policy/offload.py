@@ -48,6 +48,8 @@ class Offload:
         self._device = device
         self.host = torch.empty(0, dtype=torch.uint8)
         """all copies, one after the other"""
+        self._is_on_host = False
+        """not the same as `_moved`, which is empty where only gradients are on the device"""
         self._moved: dict[int, tuple[UntypedStorage, Tensor]] = {}
         """identity of a storage -> the storage, and the bytes of its copy in `host`"""
         self._freed: list[tuple[UntypedStorage, int]] = []
@@ -62,7 +64,7 @@ class Offload:
         Raises:
             PacsError: if host memory cannot be pinned.
         """
-        if self._kind == "none" or self._moved:
+        if self._kind == "none" or self._is_on_host:
             return
         complete(self._chunks)
         self._optimizer.megatron.zero_grad()
@@ -73,6 +75,7 @@ class Offload:
         state = self._optimizer_state(weights)
 
         self._copy_to_host(self._storages_to_move(weights, state))
+        self._is_on_host = True
         for tensor in state:
             if tensor.untyped_storage()._cdata in self._moved:
                 self._shown.append((tensor, tensor.detach()))
@@ -122,9 +125,10 @@ class Offload:
             sizes.append(num_blocks * _ALIGNMENT)
         num_bytes = sum(sizes)
         if self.host.numel() < num_bytes:
-            self.host = torch.empty(num_bytes, dtype=torch.uint8)
+            host = torch.empty(num_bytes, dtype=torch.uint8)
             if self._device.type == "cuda":
-                pin(self.host, f"policy.offload={self._kind}")
+                pin(host, f"policy.offload={self._kind}")
+            self.host = host
 
         places = torch.split(self.host[:num_bytes], sizes)
         for (key, storage), place in zip(storages.items(), places, strict=True):
@@ -148,6 +152,7 @@ class Offload:
 
         for tensor, data in self._shown:
             tensor.data = data
+        self._is_on_host = False
         self._freed = []
         self._moved = {}
         self._shown = []

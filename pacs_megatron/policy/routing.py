@@ -2,42 +2,28 @@
 
 All passes of a mini-batch use the same experts. Megatron's RouterReplay has one recording in each
 router. Here the recording belongs to a sample, a layer and a token, so another packing, stage or
-layout can replay it. Recomputed forwards replay the micro-batches in their first order.
+layout can replay it. Padding belongs to no sample: its experts are never replayed. Recomputed
+forwards replay the micro-batches in their first order.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import SupportsIndex
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.policy.microbatch import MicroBatch
 from pacs_megatron.policy.model import PolicyModel
+from pacs_megatron.policy.token_replay import TokenReplay
 
 Routes = dict[int, np.ndarray]
 """row -> int16 [input tokens, layers, top k], the experts of each input token of a sample.
 
 -1 if another rank has them. The array may be flat.
 """
-
-
-class _ReplayList(list[Tensor]):
-    """Megatron's list of the experts that recomputed forwards replay, in int16.
-
-    A pass holds it for all of its micro-batches: int64 needs 3 KB a token for 48 layers and 8
-    experts.
-    """
-
-    def append(self, experts: Tensor) -> None:
-        super().append(experts.to(torch.int16))
-
-    def pop(self, index: SupportsIndex = -1) -> Tensor:
-        return super().pop(index).long()
 
 
 class Routing:
@@ -66,9 +52,6 @@ class Routing:
         self._routes: Routes = routes or {}
         self._recorded: list[tuple[MicroBatch, Tensor, dict[int, Tensor]]] = []
         """micro-batch, input index [t] of its tokens, experts int16 [t, top k] of each layer"""
-        for model in models:
-            for _, router in _routers(model):
-                router.replay_backward_list = _ReplayList()
 
     @contextlib.contextmanager
     def around(self, model: PolicyModel, batch: MicroBatch) -> Iterator[None]:
@@ -83,29 +66,21 @@ class Routing:
         routers = dict(_routers(model))
         input_index = _input_index(model, batch)
         is_recomputed = torch.is_grad_enabled() and model.config.recompute_granularity is not None
-        if self._can_replay(batch):
+        is_recording = not self._can_replay(batch)
+        if not is_recording:
             experts = self._experts_to_replay(batch, input_index)
             for layer, router in routers.items():
-                router.set_target_indices(experts[:, layer])  # also for a recomputed forward
-                router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-            yield
+                router.replay(experts[:, layer], input_index < 0)
         else:
             for router in routers.values():
-                router.set_router_replay_action(RouterReplayAction.RECORD)
-            yield
-            recorded = {}
-            for layer, router in routers.items():
-                # A recomputed forward replays this one.
-                router.replay_backward_list.append(router.recorded_topk_idx)
-                recorded[layer] = router.replay_backward_list[-1]
-                router.recorded_topk_idx = None
-            self._recorded.append((batch, input_index, recorded))
+                router.record()
+        yield
 
-        for router in routers.values():
-            router.target_topk_idx = None
-            if not is_recomputed:
-                router.replay_backward_list.clear()
-            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        used = {}
+        for layer, router in routers.items():
+            used[layer] = router.end_forward(is_recomputed=is_recomputed)
+        if is_recording:
+            self._recorded.append((batch, input_index, used))
 
     def _can_replay(self, batch: MicroBatch) -> bool:
         """Whether all samples have routes. A padding micro-batch replays if any sample has."""
@@ -121,8 +96,7 @@ class Routing:
             input_index: int64 [t], of this rank's input tokens; -1 for padding.
 
         Returns:
-            int64 [t, layers, top k], on the device of `input_index`. Padding uses the first
-            experts.
+            int64 [t, layers, top k], on the device of `input_index`; those of padding are not used.
         """
         num_layers, top_k = self._shape
         pieces = [self._routes[int(row)].reshape(-1, num_layers, top_k) for row in batch.rows]
@@ -172,7 +146,7 @@ def _input_index(model: PolicyModel, batch: MicroBatch) -> Tensor:
     return batch.input_index.chunk(tp)[tp_rank]
 
 
-def _routers(model: PolicyModel) -> Iterator[tuple[int, RouterReplay]]:
+def _routers(model: PolicyModel) -> Iterator[tuple[int, TokenReplay]]:
     """(0-based layer of the whole model, its replay)"""
     for layer in model.decoder.layers:
         yield layer.layer_number - 1, layer.mlp.router.router_replay

@@ -45,7 +45,6 @@ def run_schedule(
         inner = unwrap(model)
         if inner.on_microbatch is not None:
             inner.on_microbatch()
-        inner.want_entropy = loss is not None
         inner.loss_gradient = None if loss is None else loss.gradient(batch)
 
         with contextlib.nullcontext() if routing is None else routing.around(inner, batch):
@@ -91,8 +90,10 @@ def forward(
     batches: Sequence[MicroBatch],
     stoppable: StoppablePass | None = None,
     routing: Routing | None = None,
-) -> list[Tensor]:
-    """Log-probs of every micro-batch, without gradient. Collective.
+    *,
+    want_entropy: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """Log-probs and entropies of every micro-batch, without gradient. Collective.
 
     Args:
         chunks: this rank's model chunks.
@@ -100,9 +101,12 @@ def forward(
         stoppable: the same micro-batches, as a pass that a stop request ends; None: stop requests
             do not end the pass.
         routing: of a model with experts; None: the routers select experts.
+        want_entropy: whether to compute the entropies.
 
     Returns:
-        [local], fp32, nats, for each micro-batch on the last pipeline stage; [] elsewhere.
+        For each micro-batch on the last pipeline stage; [] elsewhere:
+        [local], fp32, log-probs, nats.
+        [local], fp32, entropies, nats; [0] unless `want_entropy`.
 
     Raises:
         Interrupted: on every rank, after a stop request on any rank during `stoppable`.
@@ -114,13 +118,14 @@ def forward(
         else:
             iterators.append(stoppable.iterate(polls=chunk == 0))
 
-    def keep_logprobs(_batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor]:
-        logprobs, _ = output
+    def keep_output(_batch: MicroBatch, output: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        logprobs, entropies = output
         # Megatron reads the device of the loss when the model has experts; its value is not used.
-        return logprobs.sum(), logprobs
+        return logprobs.sum(), (logprobs, entropies)
 
+    _set_want_entropy(chunks, want_entropy)
     with torch.no_grad(), unchanged_fp8_state(chunks):
-        results = run_schedule(chunks, iterators, len(batches), keep_logprobs, routing=routing)
+        results = run_schedule(chunks, iterators, len(batches), keep_output, routing=routing)
     if stoppable is not None:
         stoppable.finish()
     return results
@@ -151,6 +156,7 @@ def forward_backward(
         logprobs, entropies = output
         return loss(batch, logprobs, entropies)
 
+    _set_want_entropy(chunks, True)
     return run_schedule(
         chunks,
         iterators,
@@ -159,3 +165,9 @@ def forward_backward(
         loss=loss,
         routing=routing,
     )
+
+
+def _set_want_entropy(chunks: Sequence[torch.nn.Module], want_entropy: bool) -> None:
+    """Sets whether the head of the last chunk computes entropies."""
+    for chunk in chunks:
+        unwrap(chunk).want_entropy = want_entropy

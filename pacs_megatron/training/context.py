@@ -212,6 +212,7 @@ def build_policy(
         # Without digests: each rank has checked a share of the files before.
         stored = open_weights(_weights_dir(model_dir), digests=False)
         policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
+    policy.measures_entropy = config.logging.step_start_entropy
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
     return policy

@@ -10,6 +10,7 @@ from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
 from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import passes_of
+from pacs_megatron.observability.metrics import MetricSums
 from pacs_megatron.policy.critic import critic_report
 from pacs_megatron.rollout.collect import StepSamples
 from pacs_megatron.training.context import RunContext
@@ -45,28 +46,49 @@ def cut(run: RunContext, samples: StepSamples) -> list[MiniBatch]:
         return cut_step(samples.facts, samples.tokens, run.rank, run.config.batch, run.objective)
 
 
-def logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
+def logprobs(
+    run: RunContext, minibatches: Sequence[MiniBatch]
+) -> tuple[list[Logprobs], MetricSums]:
     """The log-probs and values that the objective needs, for the updates of all epochs.
 
     Returns:
-        By source and row: float32 [response] of this rank's samples, nats (values: units of the
-        reward). Empty except on the last pipeline stage; `routes`, the experts of the step-start
-        pass, is on every stage.
+        For each mini-batch, by source and row: float32 [response] of this rank's samples, nats
+        (values: units of the reward). Empty except on the last pipeline stage; `routes`, the
+        experts of the step-start pass, is on every stage.
+        `policy/entropy_step_start`, with `logging.step_start_entropy`.
 
     Raises:
         Interrupted: on all ranks, before a micro-batch.
     """
-    updates = run.config.batch.updates_of(minibatch.index)
-    sources = sorted(passes_of(run.objective, updates), reverse=True)
-    by_source: Logprobs = {}
+    by_minibatch = []
+    metrics = MetricSums()
     with run.timer.span("logprobs"):
-        for source in sources:
-            model = run.models[-1] if source == "value" else run.policy
-            by_source[source] = model.logprobs(minibatch, source, run.stop.is_set)
+        for minibatch in minibatches:
+            by_minibatch.append(_logprobs(run, minibatch))
+            if run.policy.measures_entropy:
+                total, count = run.policy.step_start_entropy
+                metrics.add_means({"policy/entropy_step_start": total / max(count, 1.0)}, count)
+    return by_minibatch, metrics
 
-        # Without the sampler's experts, the update replays those of the step-start pass.
-        if "step_start" in by_source and minibatch.routes is None and run.policy.routes is not None:
-            by_source["routes"] = run.policy.routes
+
+def _logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
+    """The log-probs of one mini-batch; see `logprobs`."""
+    updates = run.config.batch.updates_of(minibatch.index)
+    sources = passes_of(run.objective, updates)
+    by_source: Logprobs = {}
+    for source in sorted(sources, reverse=True):
+        model = run.models[-1] if source == "value" else run.policy
+        by_source[source] = model.logprobs(minibatch, source, run.stop.is_set)
+
+    if "step_start" not in sources:
+        if run.policy.measures_entropy:
+            # Only for its entropies: an update with given log-probs skips no samples.
+            run.policy.logprobs(minibatch, "step_start", run.stop.is_set)
+        return by_source
+
+    # Without the sampler's experts, the update replays those of the step-start pass.
+    if minibatch.routes is None and run.policy.routes is not None:
+        by_source["routes"] = run.policy.routes
     return by_source
 
 

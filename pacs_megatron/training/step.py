@@ -46,7 +46,8 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
 
     # A checkpoint inside the step has the log-probs: the step-start weights no longer exist.
     if done.logprobs is None:
-        done.logprobs = [logprobs(run, minibatch) for minibatch in minibatches]
+        done.logprobs, entropy = logprobs(run, minibatches)
+        done.sums.add(entropy)  # where configured
     minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
 
     # If admission dropped every group, there is no mini-batch: the step is counted but no weight

@@ -382,7 +382,10 @@ def load_vectors(paths: Sequence[Path]) -> tuple[str, Vectors]:
         try:
             with np.load(path, allow_pickle=False) as file:
                 description = str(file["embedder"])
-                for key in set(file.files) - {"embedder"}:
+                # In the order of the file, so that methods have the same order in every process.
+                for key in file.files:
+                    if key == "embedder":
+                        continue
                     name, _, question = key.partition("\t")
                     vectors[name][question] = file[key].astype("f8")
         except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:

@@ -17,6 +17,8 @@ mean. The loss is the sum over trained tokens of
   `kl_estimator`. `kl_in: reward` works as in TRL's RLOO; verl's apply_kl_penalty subtracts the KL
   token by token.
 - H is the entropy of the whole next-token distribution, with gradient.
+- The log-ratios of rho, of w and of k3 are at most LOG_RATIO_LIMIT. Above it a token, or all tokens
+  of a sample with such a ratio, have no gradient.
 """
 
 from typing import Any, ClassVar, Literal, Self
@@ -33,8 +35,8 @@ from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
 
 LOG_RATIO_LIMIT = 20.0
-"""Upper limit of log-ratios, nats, without gradient above: exp would overflow, and Inf * 0 in a
-clipped branch is NaN.
+"""Upper limit of log-ratios inside an exponential, nats, without gradient above: exp would
+overflow, and Inf * 0 in a clipped branch is NaN. The papers have none.
 """
 
 
@@ -201,7 +203,7 @@ class PolicyGradient(Objective):
             advantages: [n], float64.
 
         Returns:
-            [n], float64.
+            [n], float64; 0 for samples that the objective does not train.
         """
         assert isinstance(self.options, TokenMeanOptions)
         return mean_weights(
@@ -247,7 +249,7 @@ class PolicyGradient(Objective):
 
     def sample_kl(self, step_start: FloatArray, reference: FloatArray) -> float:
         """Sum of k over a sample's tokens, nats; the arguments are float32 [response] each."""
-        log_ratio = np.minimum(reference.astype(np.float64) - step_start, LOG_RATIO_LIMIT)
+        log_ratio = reference.astype(np.float64) - step_start
         return float(self._estimate_kl(torch.from_numpy(log_ratio)).sum())
 
     def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
@@ -275,18 +277,24 @@ class PolicyGradient(Objective):
         }
 
     def known(self, facts: SampleFacts, step_inputs: dict[str, float]) -> dict[str, Tensor]:
-        """`advantage`, `token_weight` u_i and `importance_share` of each sample, float64 [n]."""
+        """Of each sample, float64 [n]: `advantage`; `token_weight` u_i; `num_tokens`, the tokens of
+        all samples that the objective trains, 0 for the others; `importance_share`.
+        """
         advantage = torch.tensor(
             [step_inputs[sample_id] for sample_id in facts.ids], dtype=torch.float64
         )
         has_gradient = advantage != 0.0
+        token_weight = torch.from_numpy(self.token_weights(facts, advantage))
+        is_trained = token_weight != 0.0
+        num_trained_tokens = float(facts.response_lens[is_trained.numpy()].sum())
 
         # The engine may skip samples of zero advantage, so importance is a mean over the tokens of
         # the other samples.
         num_tokens = float(facts.response_lens[has_gradient.numpy()].sum())
         return {
             "advantage": advantage,
-            "token_weight": torch.from_numpy(self.token_weights(facts, advantage)),
+            "token_weight": token_weight,
+            "num_tokens": is_trained.double() * num_trained_tokens,
             "importance_share": has_gradient.double() / max(num_tokens, 1.0),
         }
 
@@ -297,7 +305,8 @@ class PolicyGradient(Objective):
         sampler_ratios: Tensor | None,
         known: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """`ratio` rho and `sampler_ratio` w of each sample, float64 [m], and `known` unchanged.
+        """`ratio` rho, `ratio_slope` (0 above the limit of rho, else 1) and `sampler_ratio` w of
+        each sample, float64 [m], and `known` unchanged.
 
         See `Objective.couple` for the arguments. `scores` None: the first update, rho is 1.
         """
@@ -308,6 +317,7 @@ class PolicyGradient(Objective):
             if self.ratio_of == "mean":
                 log_ratio = log_ratio / lens
             per_sample["ratio"] = log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
+            per_sample["ratio_slope"] = (log_ratio <= LOG_RATIO_LIMIT).double()
         if sampler_ratios is not None:
             log_ratio = sampler_ratios * lens
             per_sample["sampler_ratio"] = log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
@@ -330,7 +340,7 @@ class PolicyGradient(Objective):
             "truncated_frac": float(facts.truncated.sum()) / num_samples,
         }
 
-        num_tokens = float(facts.response_lens.sum())
+        num_tokens = float(per_sample["num_tokens"].max())
         num_corrected = float(facts.response_lens[~no_gradient.numpy()].sum())
         denominators = {
             "importance_mean": num_corrected,
@@ -339,13 +349,24 @@ class PolicyGradient(Objective):
             "kl": num_tokens,
         }
 
-        has_other_terms = self.options.kl_in == "loss" or self.options.entropy_coef > 0
         return Prepared(
             per_sample=per_sample,
             metrics=self._with_prefix(metrics),
             denominators=self._with_prefix(denominators),
-            zero_gradient=None if has_other_terms else no_gradient,
+            zero_gradient=self._zero_gradient(per_sample),
         )
+
+    def _zero_gradient(self, per_sample: dict[str, Tensor]) -> Tensor | None:
+        """The samples whose gradient is exactly 0, bool [n]; None: there are none.
+
+        A sample without advantage has the KL and the entropy of the loss, if the objective trains
+        it.
+        """
+        has_other_terms = self.options.kl_in == "loss" or self.options.entropy_coef > 0
+        if not has_other_terms:
+            return per_sample["advantage"] == 0.0
+        is_untrained = per_sample["token_weight"] == 0.0
+        return is_untrained if bool(is_untrained.any()) else None
 
     def token_loss(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """Each token's loss, [t]; its masked sum is the true loss."""
@@ -367,13 +388,21 @@ class PolicyGradient(Objective):
         """Each token's part of the metrics, [t], with the objective's name before each name.
 
         `clip_frac`: the share of trained tokens whose gradient is clipped. `kl`, with kl_coef > 0:
-        the mean, nats. `importance_mean` and `importance_cut_frac`, with importance: over the
-        tokens of samples with a nonzero advantage, so without groups of equal rewards.
+        the mean over trained tokens, nats. `importance_mean` and `importance_cut_frac`, with
+        importance: over the tokens of samples with a nonzero advantage, so without groups of equal
+        rewards.
         """
-        num_tokens = tokens.response_lens.sum().clamp(min=1)
+        num_tokens = at_tokens(prepared.per_sample["num_tokens"], tokens)
+        is_trained = num_tokens > 0.0
+
+        def of_mean(values: Tensor) -> Tensor:
+            """Each token's part of the mean over trained tokens, [t]."""
+            values = torch.where(is_trained, values, 0.0)
+            return values / num_tokens.clamp(min=1.0).to(values.dtype)
+
         advantage = self.token_advantage(tokens, prepared)
         ratio = self._ratio(tokens, prepared)
-        metrics = {"clip_frac": self.is_clipped(ratio, advantage).to(ratio.dtype) / num_tokens}
+        metrics = {"clip_frac": of_mean(self.is_clipped(ratio, advantage).to(ratio.dtype))}
 
         importance = self._importance(tokens, prepared)
         if importance is not None:
@@ -383,7 +412,7 @@ class PolicyGradient(Objective):
             metrics["importance_cut_frac"] = is_cut * share
 
         if self.options.kl_coef > 0:
-            metrics["kl"] = self._kl(tokens) / num_tokens
+            metrics["kl"] = of_mean(self._kl(tokens))
         return self._with_prefix(metrics)
 
     def _with_prefix(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -406,7 +435,7 @@ class PolicyGradient(Objective):
         """rho of each token with gradient, also if its value is 1 by construction, [t].
 
         A sample's rho has the sample's value, and the gradient of its u_i |o_i| l(rho) by the
-        token's own log-prob.
+        token's own log-prob; none above the limit of its log-ratio.
         """
         if self.ratio_of == "token":
             log_ratio = tokens.logprobs - self._step_start(tokens)
@@ -416,6 +445,8 @@ class PolicyGradient(Objective):
         # 0, with gradient 1. The gradient of a geometric mean has the factor 1 / |o|, which cancels
         # the |o| equal terms of the sum over tokens; that of a product has none.
         zero = tokens.logprobs - tokens.logprobs.detach()
+        slope = at_tokens(prepared.per_sample["ratio_slope"], tokens)
+        zero = zero * slope.to(tokens.logprobs.dtype)
         if self.ratio_of == "product":
             zero = zero * at_tokens(tokens.response_lens, tokens)
         return value * (1.0 + zero)
@@ -456,17 +487,18 @@ class PolicyGradient(Objective):
     def _kl(self, tokens: TokenRecord) -> Tensor:
         """Estimate of each token's KL to the reference, [t], nats."""
         reference = required(tokens.reference_logprobs, "reference log-probs")
-        return self._estimate_kl((reference - tokens.logprobs).clamp(max=LOG_RATIO_LIMIT))
+        return self._estimate_kl(reference - tokens.logprobs)
 
     def _estimate_kl(self, log_ratio: Tensor) -> Tensor:
-        """k, nats, of q = log pi_reference - log pi; same shape."""
+        """k, nats, of q = log pi_reference - log pi; same shape. Only k3 has an exponential."""
         match self.options.kl_estimator:
             case "k1":
                 return -log_ratio
             case "k2":
                 return 0.5 * log_ratio.square()
             case _:
-                return torch.expm1(log_ratio) - log_ratio
+                limited = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+                return torch.expm1(limited) - limited
 
 
 def leave_one_out(rewards: Tensor, table: SampleTable) -> Tensor:

@@ -58,6 +58,19 @@ class SampleTable:
             sums = sums + padded[positions]
         return sums
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest value of each group.
+
+        Args:
+            values: [m].
+
+        Returns:
+            [g].
+        """
+        padded = values.new_full((len(values) + 1,), float("-inf"))
+        padded[:-1] = values
+        return padded[self.members].amax(1)
+
     def centred(self, values: torch.Tensor) -> torch.Tensor:
         """Values minus their group's mean.
 

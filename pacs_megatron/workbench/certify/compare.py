@@ -28,6 +28,8 @@ TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     "weights after the resume": (0, 0, "difference from the saved ones"),
     "Adam's first moment": (1e-4, 0.2, "of the tensor's largest"),
     "Adam's second moment": (1e-4, 0.2, "of the tensor's largest"),
+    "loss at drawn log-probs": (1e-9, 1e-9, "of the value, at least of 0.001"),
+    "derivative at drawn log-probs": (1e-9, 1e-9, "of the sample's largest"),
     "exported and converted weights": (0, 0, "difference from the last ones"),
     "config.json of the exported and converted folders": (0, 0, "keys that differ"),
 }
@@ -175,6 +177,7 @@ def compare(folder: Path, *, updates_before_resume: int, is_bf16: bool) -> Devia
 
     _compare_rows(deviations, product, [update.expected for update in updates])
     _compare_moments(deviations, folder)
+    _compare_probes(deviations, folder)
     _compare_exports(deviations, product, len(updates))
     _compare_configs(deviations, product, folder / "model" / "config.json")
     _compare_exported_critic(deviations, product, len(updates))
@@ -310,6 +313,8 @@ def _expected_row(updates: list[Mapping[str, Any]]) -> dict[str, float]:
     pairs_by_name: dict[str, list[tuple[float, float]]] = {}
     for index, update in enumerate(updates):
         pairs = update["metrics"] | update["critic"]
+        if index == 0:
+            pairs |= update["of_step"]
         pairs["optimizer/grad_norm"] = (update["grad_norm"], 1.0)
         pairs["optimizer/clipped_frac"] = (float(update["is_clipped"]), 1.0)
         pairs["optimizer/lr"] = (update["lr"], 1.0)
@@ -339,6 +344,18 @@ def _compare_moments(deviations: Deviations, folder: Path) -> None:
     for name, stem in stems.items():
         expected = _arrays(folder / "reference" / f"{stem}.npz")
         deviations.tensors(name, "last update", folder / "product" / f"{stem}.npz", expected)
+
+
+def _compare_probes(deviations: Deviations, folder: Path) -> None:
+    """The objective alone, at log-probs that the run does not reach."""
+    found = _arrays(folder / "product" / "probes.npz")
+    for place, values in _arrays(folder / "probes.npz").items():
+        is_loss = place.endswith("loss")
+        name = "loss at drawn log-probs" if is_loss else "derivative at drawn log-probs"
+        largest = float(np.abs(values).max())
+        # Where a whole sample has no derivative, that of the reference is 0 only up to rounding.
+        scale = largest + (1e-3 if is_loss else 1e-6)
+        deviations.check(name, place, found[place], values, scale)
 
 
 def _compare_exports(deviations: Deviations, product: Path, num_updates: int) -> None:

@@ -44,8 +44,12 @@ def skips_zero_gradient(o: Options) -> bool:
     """
     if o["name"] == "pacs":
         return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
-    needs_all = o["name"] == "sft" or o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0
-    return not needs_all and o.get("importance_level") != "sequence"
+    if o["name"] == "sft" or o.get("importance_level") == "sequence":
+        return False
+    # The KL and the entropy of the loss need every trained sample, also one without advantage. All
+    # samples that W-REINFORCE trains have one.
+    has_other_terms = o.get("kl_coef", 0) > 0 or o.get("entropy_coef", 0) > 0
+    return o["name"] == "w_reinforce" or not has_other_terms
 
 
 def has_no_gradient(batch: Batch, derivatives: PerSample) -> list[bool]:
@@ -61,6 +65,15 @@ def has_no_gradient(batch: Batch, derivatives: PerSample) -> list[bool]:
         return [not bool(advantage.any()) for advantage in token_advantages(batch)]
     sizes = [float(derivative.abs().max()) for derivative in derivatives]
     return [size <= 1e-12 * max(sizes) for size in sizes]
+
+
+def step_metrics(entropies: Tensor) -> Metrics:
+    """The metrics of a step over the tokens of all its samples (docs/metrics.md).
+
+    Args:
+        entropies: [t], nats, with the weights at the start of the step.
+    """
+    return {"policy/entropy_step_start": (float(entropies.mean()), float(len(entropies)))}
 
 
 def token_metrics(

@@ -103,9 +103,10 @@ class Reference:
         updates: list[dict[str, Any]] = []
         for step in self.steps.values():
             frozen = self._frozen_logprobs(step)
-            starts, _ = self.logprobs(step)
+            starts, entropies = self.logprobs(step)
             for index, rows in enumerate(self.minibatches(step)):
                 arrays, numbers = self._update(len(updates) + 1, step, index, rows, starts, frozen)
+                numbers["of_step"] = self._step_metrics(entropies)
                 updates.append(numbers)
                 np.savez(self.folder / "reference" / f"update_{len(updates)}.npz", **arrays)
 
@@ -117,6 +118,16 @@ class Reference:
         for kind, moments in (("exp_avg", self.adam.first), ("exp_avg_sq", self.adam.second)):
             np.savez(self.folder / "reference" / f"{kind}.npz", **self.model.named(moments))
         (self.folder / "reference" / "updates.json").write_text(json.dumps(updates))
+
+    def _step_metrics(self, entropies: PerSample) -> Metrics:
+        """The metrics of a step that no update reports.
+
+        Args:
+            entropies: at the start of the step, of all samples.
+        """
+        if not self.case["step_start_entropy"]:
+            return {}
+        return expected.step_metrics(torch.cat(entropies))
 
     def minibatches(self, step: Step) -> list[list[int]]:
         """Rows of each update: equal shares of the groups, in order, once an epoch."""

@@ -171,11 +171,12 @@ def _run(case: Case, work: Path, place: RankPlace | None, seed: int) -> None:
 
     The reference trains beside the conversion, after the ranks, whose log-probs it needs.
     """
-    from pacs_megatron.workbench.certify import ranks, reference
+    from pacs_megatron.workbench.certify import probe, ranks, reference
 
     write_samples(case, work, seed)
     start = partial(Processes, work, limit_s=LIMIT_S)
     start("preparation", partial(_prepare, case, work, seed)).wait(_FailedError)
+    start("objective", partial(probe.write_probes, case, work, seed)).wait(_FailedError)
 
     if place is not None:
         _attempts_of_rank(case, work, place)

@@ -113,6 +113,7 @@ def _case_content(case: Case, ids: dict[int, list[str]]) -> dict[str, Any]:
         "epochs": config.batch.epochs,
         "temperature": config.rollout.sampling.temperature,
         "mismatch_threshold": config.mismatch.threshold,
+        "step_start_entropy": config.logging.step_start_entropy,
         "is_sampled": config.rollout.is_sampled,
         "steps": case.steps,
         "ids": ids,

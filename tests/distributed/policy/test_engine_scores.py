@@ -33,8 +33,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2": (2, {"pp": 2, "vpp": 2}),
     "cp2": (2, {"cp": 2}),
     "dp2": (2, {"distributed_optimizer": True}),
-    "ep2": (2, {"ep": 2}),
     "recompute": (1, {"recompute": {"granularity": "full"}}),
+}
+FULL = {"recompute": {"granularity": "full"}}
+SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["moe"]}}
+LAYOUTS_OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pp": 2}),
+    "vpp2": (2, {"pp": 2, "vpp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "tp2-ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
+    "recompute": (1, FULL),
+    "pp2-recompute-experts": (2, {"pp": 2} | SELECTIVE),
 }
 BUDGET = 96
 """Tokens; every group of `random_step` fits, and a mini-batch needs several micro-batches."""
@@ -79,18 +92,31 @@ def parts_of(
 def test_scores_at_unchanged_weights_are_zero_bit_for_bit(
     folders: dict[str, Path], layout: str, dtype: str
 ) -> None:
-    world, options = LAYOUTS[layout]
-    folder = folders["qwen3_moe" if layout == "ep2" else "qwen3"]
+    _check_scores_at_unchanged_weights(folders["qwen3"], *LAYOUTS[layout], dtype)
+
+
+@pytest.mark.parametrize("dtype", in_test(["fp32", "bf16"], "fp32"))
+@pytest.mark.parametrize("layout", in_test(LAYOUTS_OF_EXPERTS, "cp2", "ep2"))
+def test_scores_of_experts_at_unchanged_weights_are_zero_bit_for_bit(
+    folders: dict[str, Path], layout: str, dtype: str
+) -> None:
+    """Also of passes that replay the experts of an earlier one, beside padding."""
+    _check_scores_at_unchanged_weights(folders["qwen3_moe"], *LAYOUTS_OF_EXPERTS[layout], dtype)
+
+
+def _check_scores_at_unchanged_weights(
+    folder: Path, world: int, options: dict[str, Any], dtype: Any
+) -> None:
     facts, tokens = random_step(7)
 
     def on_rank(_rank: int, world: int) -> dict[str, Any]:
         policy = make_policy(folder, world, tokens_per_microbatch=BUDGET, dtype=dtype, **options)
         start = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
         frozen = build_objective(PacsOptions(name="pacs", reference="frozen"), updates_per_step=1)
-        minibatches = [
-            replace(minibatch, step_start_logprobs=policy.logprobs(minibatch, "step_start"))
-            for minibatch in parts_of(policy, start, facts, tokens, 2)
-        ]
+        minibatches = []
+        for minibatch in parts_of(policy, start, facts, tokens, 2):
+            starts = policy.logprobs(minibatch, "step_start")
+            minibatches.append(replace(minibatch, step_start_logprobs=starts, routes=policy.routes))
         found: dict[str, Any] = {
             "start": [policy.scores(minibatch, start) for minibatch in minibatches]
         }

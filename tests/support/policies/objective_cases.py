@@ -72,6 +72,7 @@ OBJECTIVE_CASES: dict[str, dict[str, Any]] = {
         "importance_level": "sequence",
     },
     "psr": {"name": "w_reinforce", "classes": "positive", "clip_high": 0.02},
+    "psr-kl": {"name": "w_reinforce", "classes": "positive", "kl_coef": 0.2, "clip_high": 0.03},
     "nsr": {
         "name": "w_reinforce",
         "classes": "negative",

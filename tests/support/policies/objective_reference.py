@@ -242,7 +242,7 @@ _OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "rloo": _POLICY_GRADIENT,
     "reinforce_pp": _POLICY_GRADIENT | {"baseline": "none"},
     "w_reinforce": _POLICY_GRADIENT | {"classes": "both", "positive_weight": 0.1},
-    "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5},
+    "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5, "value_coef": 0.5},
     "real": {"tau": 0.5},
     "real_bce": {"tau": 0.5},
     "sft": {"loss_mean": "token"},

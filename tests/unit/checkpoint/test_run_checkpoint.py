@@ -6,9 +6,13 @@ import errno
 import json
 from pathlib import Path
 from traceback import StackSummary
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pacs_megatron.checkpoint import run_checkpoint
@@ -24,6 +28,23 @@ def _folder(run_dir: Path, name: str, step: int, marker: str) -> Path:
     (folder / "state.json").write_text(marker)
     write_manifest(folder, Manifest(step=step, files={}))
     return folder
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(3, [0, 1, 2]), (2, [None, None])])
+def test_every_rank_gets_its_own_generators_if_their_number_is_the_same(
+    tmp_path: Path, num_ranks: int, expected: list[int | None]
+) -> None:
+    (tmp_path / "rng").mkdir()
+    for number in range(3):
+        state = {"cpu": torch.tensor([number], dtype=torch.uint8)}
+        save_file(state, tmp_path / "rng" / f"rank_{number:05d}.safetensors")
+
+    found: list[int | None] = []
+    for number in range(num_ranks):
+        rank = SimpleNamespace(rank=number, layout=SimpleNamespace(world_size=num_ranks))
+        _, state_of_rank = run_checkpoint.load_checkpoint(tmp_path, cast("Any", rank), {})
+        found.append(None if state_of_rank is None else int(state_of_rank["cpu"]))
+    assert found == expected
 
 
 @pytest.mark.parametrize("older", ["none", "whole", "half removed"])

@@ -60,7 +60,7 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     wanted |= {"kl_coef": 0.0, "entropy_coef": 0.0}
     if method == "ppo":
         assert objective["critic"]["lr"] == 1e-5
-        wanted |= {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5}
+        wanted |= {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5, "value_coef": 1.0}
     if method == "pacs":
         wanted = {
             "clip_grad": 0.0,

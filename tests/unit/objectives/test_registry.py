@@ -198,8 +198,61 @@ def test_w_reinforce_trains_single_samples_and_leaves_one_class_out() -> None:
         objective = build(case)
         prepared = objective.prepare(None, facts, objective.prepare_step(facts))
         assert prepared.per_sample["advantage"].tolist() == advantages
-        assert prepared.per_sample["token_weight"].tolist() == [1 / (6 if case == "psr" else 3)] * 3
+        weight = 1 / (6 if case == "psr" else 3)
+        assert prepared.per_sample["token_weight"].tolist() == [
+            weight * (advantage != 0) for advantage in advantages
+        ]
     assert not REGISTRY["w_reinforce"].options_class.compares_siblings
+
+
+@pytest.mark.parametrize("labels", [[1.0, 0.0, 1.0, 0.0], [1.0] * 4, [0.0] * 4])
+@pytest.mark.parametrize("classes", ["positive", "negative"])
+def test_samples_of_the_other_class_have_neither_kl_nor_entropy(
+    classes: str, labels: list[float]
+) -> None:
+    """The loss is the mean over the tokens of the trained class, 0 where it is empty; the engine
+    may skip the others.
+    """
+    lens = [2, 3, 1, 4]
+    facts = make_facts([0, 0, 1, 1], labels, lens=lens)
+    rng = np.random.default_rng(0)
+    logprobs = torch.from_numpy(-rng.exponential(1.0, sum(lens)))
+    batch = Batch(
+        facts=facts,
+        logprobs=logprobs,
+        reference=logprobs + 0.3,
+        step_start=logprobs,
+        mask=torch.ones(sum(lens), dtype=torch.float64),
+        sample_of_token=torch.repeat_interleave(torch.tensor(lens)),
+    )
+    options = TypeAdapter(ObjectiveOptions).validate_python(
+        {"name": "w_reinforce", "classes": classes, "kl_coef": 0.5, "entropy_coef": 0.25}
+    )
+    objective = build_objective(options, updates_per_step=1)
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    entropy = torch.from_numpy(rng.exponential(1.0, sum(lens)))
+    by_logprob, by_entropy, total = gradients(objective, batch, prepared, entropy, 0)
+
+    wanted = 1.0 if classes == "positive" else 0.0
+    is_trained = (torch.tensor(labels).double() == wanted).double()[batch.sample_of_token]
+    num_tokens = max(int(is_trained.sum()), 1)
+    advantage = 1.0 if classes == "positive" else -1.0
+    kl = np.expm1(0.3) - 0.3
+    loss = is_trained * (-advantage + 0.5 * kl - 0.25 * entropy) / num_tokens
+    slope = is_trained * -(advantage + 0.5 * np.expm1(0.3)) / num_tokens
+    assert total == pytest.approx(float(loss.sum()), rel=1e-12, abs=1e-15)
+    np.testing.assert_allclose(by_logprob, slope, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(by_entropy, -0.25 * is_trained / num_tokens, rtol=1e-12)
+
+    of_samples = [label != wanted for label in labels]
+    if any(of_samples):
+        assert prepared.zero_gradient is not None
+        assert prepared.zero_gradient.tolist() == of_samples
+    else:
+        assert prepared.zero_gradient is None
+    sums = token_metric_sums(objective, batch, prepared)
+    assert sums["w_reinforce/kl"] == pytest.approx(kl if is_trained.any() else 0.0, rel=1e-12)
+    assert prepared.denominators["w_reinforce/kl"] == int(is_trained.sum())
 
 
 def test_real_leaves_groups_of_one_class_out_and_counts_them() -> None:
@@ -214,10 +267,22 @@ def test_real_leaves_groups_of_one_class_out_and_counts_them() -> None:
         True,
     ]
     huge = torch.tensor([1e5, -1e5, 0, 0], dtype=torch.float64)
-    for scores in (huge, -huge):
-        assert torch.isfinite(
-            build("real").prepare(scores, facts, None).per_sample["coefficient"]
-        ).all()
+    for scores, loss in ((huge, 0.0), (-huge, 2e5)):  # both of a mixed group are right, or wrong
+        prepared = build("real").prepare(scores, facts, None)
+        assert torch.isfinite(prepared.per_sample["coefficient"]).all()
+        assert prepared.loss == pytest.approx(loss)
+
+
+def test_real_divides_a_class_with_huge_scores_among_its_samples() -> None:
+    """The derivative of log(1 + e^2000 + e^1999 + ...) by its exponents is their softmax."""
+    facts = make_facts([0, 0, 0], [0.0, 0.0, 1.0])
+    scores = torch.tensor([1000.0, 999.5, 0.0], dtype=torch.float64)  # tau is 0.5
+    prepared = build("real").prepare(scores, facts, None)
+    share = 1 / (1 + np.exp(-1.0))
+    assert prepared.per_sample["coefficient"].tolist() == pytest.approx(
+        [2 * share, 2 * (1 - share), -1.0], rel=1e-12
+    )
+    assert prepared.loss == pytest.approx(2000 - np.log(share) + np.log(2), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -340,6 +340,41 @@ def test_only_the_last_verdict_of_a_step_wakes_the_driver(judge: Judge) -> None:
     buffer.arrived(step, samples[-1:])
     woken.get(timeout=600)
     assert step.is_done and woken.empty()
+
+
+class RecordedEngine:
+    """The client of the servers, of which the buffer cancels requests."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self.cancelled += request_ids
+
+
+def test_over_sampling_counts_the_admitted_groups_of_a_checkpoint(judge: Judge) -> None:
+    """Two of three groups are enough, and the checkpoint has one: the next one cancels the rest."""
+    prompts = {f"d/{number}": prompt(number) for number in range(3)}
+    before = RolloutBuffer(judge, None, lambda step: rollouts(step, 0, count=3), lambda: None)
+    before.sent.add("a", 0)
+    [step] = before.dispatch(1, 1)
+    step.enough = 2
+    first_group = step.requests[:2]
+    for request in first_group:
+        step.sampled[request.id] = sample(request, "a", reward=1.0, label=1)
+        step.judged.add(request.id)
+
+    engine = RecordedEngine()
+    woken = threading.Event()
+    after = RolloutBuffer(judge, engine, lambda _step: step, woken.set)  # type: ignore[arg-type]
+    after.load_state(before.state(), prompts, requests_of)
+    [resumed] = after.dispatch(1, 1)
+    assert resumed.num_admitted == 1
+
+    after.arrived(resumed, [sample(request, "a") for request in resumed.requests[2:4]])
+    assert woken.wait(600)
+    assert resumed.num_admitted == 2 and resumed.is_done
+    assert engine.cancelled == [request.id for request in resumed.requests[4:]]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from pacs_megatron.observability.metrics import MetricSums
 from pacs_megatron.training import step as page
 from pacs_megatron.training.progress import RunProgress
 
@@ -23,6 +24,7 @@ def test_a_reference_reset_also_resets_the_moments_and_the_schedule_counts_plann
         ("poll", None),
         ("release_memory", None),
         ("cut", []),
+        ("logprobs", ([], MetricSums())),
     ):
         monkeypatch.setattr(page, name, lambda *_, result=result: result)
     resets: list[dict[str, bool]] = []

@@ -18,8 +18,10 @@ from pacs_megatron.errors import ConfigError, DataError
 from pacs_megatron.workbench.diversity import (
     Embedder,
     load_embedder,
+    load_vectors,
     question_scores,
     question_vectors,
+    vectors_file,
 )
 
 
@@ -55,6 +57,16 @@ def test_same_and_orthogonal_and_opposite() -> None:
     assert distances({"q": ["a", "b"]}, lambda _: np.array([[1.0, 0.0], [-3.0, 0.0]]))[
         "q"
     ] == pytest.approx(2.0)
+
+
+def test_methods_of_a_file_keep_their_order(tmp_path: Path) -> None:
+    """A set of names would have another order in each process."""
+    names = [f"method-{number}" for number in (7, 3, 9, 1, 8, 2, 6, 4, 5, 0)]
+    vectors = {name: {"q": np.ones((2, 3), dtype=np.float32)} for name in names}
+    file = tmp_path / "vectors.npz"
+    file.write_bytes(vectors_file("hashed", vectors))
+    description, found = load_vectors([file])
+    assert description == "hashed" and list(found) == names
 
 
 def test_no_distance_is_negative() -> None:

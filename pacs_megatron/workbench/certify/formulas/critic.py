@@ -72,7 +72,7 @@ def whitened(advantages: PerSample) -> PerSample:
 def value_loss(
     o: Options, values: PerSample, starts: PerSample, returns: PerSample
 ) -> tuple[Tensor, Metrics]:
-    """The critic's loss of one mini-batch: 0.5 max((V - G)^2, (clip(V) - G)^2).
+    """The critic's loss of one mini-batch: value_coef max((V - G)^2, (clip(V) - G)^2).
 
     Args:
         values: V of each token, with graph.
@@ -86,7 +86,8 @@ def value_loss(
         near = value.clamp(start - bound, start + bound)
         error = (value - target) ** 2
         near_error = (near - target) ** 2
-        loss = loss + 0.5 * torch.maximum(error, near_error).sum() / divisor(o, values, value)
+        largest = torch.maximum(error, near_error)
+        loss = loss + o["value_coef"] * largest.sum() / divisor(o, values, value)
         is_clipped.append(near_error > error)
 
     values_and_returns = metrics(torch.cat(values).detach(), torch.cat(returns))

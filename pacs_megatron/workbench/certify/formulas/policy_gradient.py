@@ -3,7 +3,9 @@
 PPO arXiv:1707.06347, GRPO arXiv:2402.03300, DAPO arXiv:2503.14476, Dr. GRPO arXiv:2503.20783, GSPO
 arXiv:2507.18071, LUSPO arXiv:2602.05261, CISPO arXiv:2506.13585, RLOO arXiv:2402.14740, REINFORCE++
 arXiv:2501.03262, W-REINFORCE arXiv:2506.01347. Numbers in brackets are equations of the paper that
-they follow.
+they follow. Three rules are in no paper: the factor |o| of LUSPO (TRL), the biased variance of
+REINFORCE++ and its floor (the authors' code), and W-REINFORCE's mean over the trained samples alone
+(the authors' code cuts the batch first).
 """
 
 from dataclasses import dataclass
@@ -17,19 +19,35 @@ from pacs_megatron.workbench.certify.formulas.batch import (
     Options,
     PerSample,
     mean_and_count,
-    zero,
 )
+
+MAX_LOG_RATIO = 20.0
+"""nats; what the project adds to the papers: exp(log-ratio) is a constant above it"""
 
 
 def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
-    """The sum over trained tokens of u_i (w l(rho, A) + kl_coef k - entropy_coef H)."""
+    """The sum over the tokens of trained samples of (w l(rho, A) + kl_coef k - entropy_coef H),
+    divided by `divisor`.
+    """
     advantages = token_advantages(batch)
-    samples = [token_terms(batch, row, advantages[row]) for row in range(batch.size)]
+    trained = trained_samples(batch)
+    lens = [batch.lens[row] for row in trained]
 
-    loss = zero()
-    for row, terms in enumerate(samples):
-        loss = loss + terms.loss.sum() / divisor(batch, row, advantages)
-    return loss, metrics(batch, advantages, samples)
+    loss = 0.0 * torch.cat(batch.logprobs).sum()  # a mini-batch may have no trained sample
+    terms: dict[int, TokenTerms] = {}
+    for row in trained:
+        terms[row] = token_terms(batch, row, advantages[row])
+        loss = loss + terms[row].loss.sum() / divisor(batch.options, lens, batch.lens[row])
+    return loss, metrics(batch, advantages, terms)
+
+
+def trained_samples(batch: Batch) -> list[int]:
+    """The samples that the loss contains: all, but PSR's are the correct ones and NSR's the
+    incorrect ones.
+    """
+    wanted = {"positive": 1.0, "negative": 0.0}.get(batch.options.get("classes", "both"))
+    labels = batch.labels.tolist()
+    return [row for row in range(batch.size) if wanted in (None, labels[row])]
 
 
 # The advantage A.
@@ -91,16 +109,16 @@ def reinforce_pp_advantages(step: Batch) -> Tensor:
 
 
 def w_reinforce_advantages(batch: Batch) -> Tensor:
-    """W-REINFORCE: a weight for each class; PSR and NSR train on one class. [n]."""
-    y = batch.labels
-    match batch.options["classes"]:
-        case "positive":
-            return y.clone()
-        case "negative":
-            return y - 1.0
-        case _:
-            weight = float(batch.options["positive_weight"])
-            return weight * y - (1.0 - y)
+    """A is the reward, 1 or -1, and W-REINFORCE weights the correct responses. [n], 0 for samples
+    that PSR or NSR does not train.
+    """
+    o = batch.options
+    of_correct = o["positive_weight"] if o["classes"] == "both" else 1.0
+    advantages = torch.zeros_like(batch.labels)
+    for row in trained_samples(batch):
+        is_correct = float(batch.labels[row]) == 1.0
+        advantages[row] = of_correct if is_correct else -1.0
+    return advantages
 
 
 def penalised_rewards(batch: Batch) -> Tensor:
@@ -199,19 +217,24 @@ def policy_ratio(batch: Batch, row: int) -> Tensor:
     log_ratio = logprob - batch.start_logprobs[row]
     length = len(logprob)
     if o["name"] in ("gspo", "luspo"):
-        of_response = log_ratio.mean().exp()  # GSPO (7)
+        of_response = log_ratio.mean()  # GSPO (7)
         own = logprob
     elif o["name"] == "rloo":
-        of_response = log_ratio.sum().exp()
+        of_response = log_ratio.sum()
         own = length * logprob
     else:
-        return log_ratio.exp()
+        return limited_exp(log_ratio)
 
-    if o["importance_level"] != "token":
-        return of_response.expand(length)
-    # A weight w for each token needs a term for each token. GSPO-token (section 4.3) gives it the
-    # value of the response's ratio and the derivative by the token's own log-prob.
-    return of_response.detach() * (own - own.detach()).exp()
+    if o["importance_level"] == "token":
+        # A weight w for each token needs a term for each token. GSPO-token (section 4.3) gives it
+        # the value of the response's ratio and the derivative by the token's own log-prob.
+        return limited_exp(of_response.detach() + own - own.detach())
+    return limited_exp(of_response.expand(length))
+
+
+def limited_exp(log_ratio: Tensor) -> Tensor:
+    """exp, a constant above MAX_LOG_RATIO."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def importance_weight(batch: Batch, row: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +247,7 @@ def importance_weight(batch: Batch, row: int) -> tuple[Tensor, Tensor]:
     log_ratio = start - batch.sampler_logprobs[row]
     if o["importance_level"] == "sequence":
         log_ratio = log_ratio.sum().expand(len(log_ratio))
-    w = log_ratio.exp()
+    w = limited_exp(log_ratio)
     cap = o["importance_cap"]
     floor = o["importance_floor"] or 0.0
 
@@ -243,28 +266,29 @@ def kl_estimate(estimator: str, logprob: Tensor, reference: Tensor) -> Tensor:
         case "k2":
             return q * q / 2
         case _:
+            q = q.clamp(max=MAX_LOG_RATIO)
             return torch.expm1(q) - q
 
 
 # The mean.
 
 
-def divisor(batch: Batch, row: int, advantages: PerSample) -> float:
-    """1 / u_i, the divisor of the summed token losses of sample `row`."""
-    n = batch.size
-    length = batch.lens[row]
-    match loss_mean(batch.options):
+def divisor(o: Options, lens: list[int], length: int) -> float:
+    """The divisor of the summed token losses of a sample of `length` tokens.
+
+    Args:
+        lens: tokens of each trained sample.
+    """
+    n = len(lens)
+    match loss_mean(o):
         case "sequence":  # GRPO (3), GSPO (5), RLOO
             return n * length
         case "sum":  # LUSPO
             return n
         case "dr_grpo":
-            return n * int(batch.options["constant_length"])
-
-    # DAPO (8). W-REINFORCE counts the tokens of the samples that it trains.
-    trains_all = batch.options["name"] != "w_reinforce"
-    lens = [len(a) for a in advantages if trains_all or bool(a.any())]
-    return max(sum(lens), 1)
+            return n * int(o["constant_length"])
+        case _:  # DAPO (8)
+            return sum(lens)
 
 
 def loss_mean(o: Options) -> str:
@@ -282,21 +306,29 @@ def loss_mean(o: Options) -> str:
             return str(o["loss_mean"])
 
 
-def metrics(batch: Batch, advantages: PerSample, samples: list[TokenTerms]) -> Metrics:
-    """The metrics of docs/objective.md."""
+def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -> Metrics:
+    """The metrics of docs/objective.md.
+
+    Args:
+        terms: of the trained samples, by row.
+    """
     o = batch.options
     sizes = torch.stack([advantage.abs().mean() for advantage in advantages])
+    trained = list(terms.values())
     values = {
         "advantage_abs_mean": mean_and_count(sizes),
         "zero_advantage_frac": mean_and_count(sizes == 0),
-        "clip_frac": mean_and_count(torch.cat([terms.is_clipped for terms in samples])),
+        "clip_frac": of_tokens([one.is_clipped for one in trained]),
     }
     if o["kl_coef"] > 0:
-        values["kl"] = mean_and_count(torch.cat([terms.kl for terms in samples]))
+        values["kl"] = of_tokens([one.kl for one in trained])
     if o["importance"] != "none":
-        corrected = [samples[row] for row in range(batch.size) if sizes[row] != 0]
-        importance = [terms.importance for terms in corrected]
-        is_cut = [terms.is_cut for terms in corrected]
-        values["importance_mean"] = mean_and_count(torch.cat([torch.zeros(0), *importance]))
-        values["importance_cut_frac"] = mean_and_count(torch.cat([torch.zeros(0), *is_cut]))
+        corrected = [one for row, one in terms.items() if sizes[row] != 0]
+        values["importance_mean"] = of_tokens([one.importance for one in corrected])
+        values["importance_cut_frac"] = of_tokens([one.is_cut for one in corrected])
     return {f"{o['name']}/{name}": value for name, value in values.items()}
+
+
+def of_tokens(values: PerSample) -> tuple[float, float]:
+    """(mean, count) over the tokens of some samples, of which there may be none."""
+    return mean_and_count(torch.cat([torch.zeros(0), *values]))

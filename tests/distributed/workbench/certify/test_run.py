@@ -31,6 +31,7 @@ EVERYTHING: dict[str, Any] = {
     "parallel": {"tp": 2, "sequence_parallel": True, "distributed_optimizer": True},
     "objective": {"name": "pacs", "reference": "frozen", "reset_every": 2, "clip_grad": 1.0},
     "optimizer": {"weight_decay": 0.1, "schedule": "cosine", "min_lr": 2e-7, "warmup_updates": 2},
+    "logging": {"step_start_entropy": True},
 }
 
 

@@ -95,6 +95,25 @@ def _never_clipped_from_above(original: Any, self: Any, options: Any) -> Any:
     return original(self, options.model_copy(update={"clip_high": 10.0}))
 
 
+def _all_samples_have_terms(_original: Any, _self: Any, facts: Any, advantages: Any) -> Any:
+    """The KL and the entropy of samples that PSR and NSR do not train, over the trained tokens."""
+    num_tokens = int(facts.response_lens[(advantages != 0.0).numpy()].sum())
+    return np.full(facts.num_samples, 1.0 / max(num_tokens, 1))
+
+
+def _cut_ratio_with_gradient(original: Any, self: Any, *args: Any) -> Any:
+    per_sample = original(self, *args)
+    return per_sample | {"ratio_slope": torch.ones_like(per_sample["ratio"])}
+
+
+def _cut_log_ratio(original: Any, self: Any, log_ratio: Any) -> Any:
+    return original(self, log_ratio.clamp(max=20.0))
+
+
+def _half(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
+    return 0.5 * original(self, tokens, prepared)
+
+
 def _sampler_for_start(_original: Any, _self: Any, tokens: Any) -> Any:
     return tokens.sampler_logprobs
 
@@ -177,6 +196,36 @@ OBJECTIVE_ERRORS: dict[str, InjectedError] = {
     ),
     "ratio against the sampler": InjectedError(
         target=f"{GRADIENT}.PolicyGradient._step_start", change=_sampler_for_start, changes=GRPO
+    ),
+    "samples that PSR does not train have the KL of the loss": InjectedError(
+        target=f"{OBJECTIVES}.w_reinforce.WReinforce.token_weights",
+        change=_all_samples_have_terms,
+        changes={"objective": {"name": "w_reinforce", "classes": "positive", "kl_coef": 0.1}},
+    ),
+    "samples that NSR does not train have the entropy bonus": InjectedError(
+        target=f"{OBJECTIVES}.w_reinforce.WReinforce.token_weights",
+        change=_all_samples_have_terms,
+        changes={"objective": {"name": "w_reinforce", "classes": "negative", "entropy_coef": 0.1}},
+    ),
+    "a response's ratio keeps its gradient above the limit": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient.couple",
+        change=_cut_ratio_with_gradient,
+        changes={"objective": {"name": "rloo"}},
+    ),
+    "a geometric mean keeps its gradient above the limit": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient.couple",
+        change=_cut_ratio_with_gradient,
+        changes={"objective": {"name": "gspo"}},
+    ),
+    "k2 has the limit of an exponential": InjectedError(
+        target=f"{GRADIENT}.PolicyGradient._estimate_kl",
+        change=_cut_log_ratio,
+        changes={"objective": {"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k2"}},
+    ),
+    "the critic's loss has half of its factor": InjectedError(
+        target=f"{OBJECTIVES}.ppo.ValueLoss.token_loss",
+        change=_half,
+        changes={"objective": {"name": "ppo", "value_coef": 1.0}},
     ),
     "lambda of GAE is 1": InjectedError(
         target=f"{OBJECTIVES}.ppo.gae",

@@ -80,6 +80,10 @@ def _of_next_sample(original: Any, minibatch: Any, logprobs: Any) -> Any:
     return replace(minibatch, routes=routes)
 
 
+def _without_first_microbatch(original: Any, self: Any, entropies: Any) -> Any:
+    return original(self, entropies[1:] or entropies)
+
+
 PASS_ERRORS: dict[str, InjectedError] = {
     "reference pass with the policy's weights": InjectedError(
         target=f"{POLICY}.weights.Snapshot._swap", change=does_nothing, changes=FROZEN
@@ -99,6 +103,11 @@ PASS_ERRORS: dict[str, InjectedError] = {
         target=f"{POLICY}.engine.MegatronPolicy.logprobs",
         change=_start_at_temperature_1,
         changes=TEMPERATURE,
+    ),
+    "the entropy of the step's start leaves samples out": InjectedError(
+        target=f"{POLICY}.engine.MegatronPolicy._sum_entropies",
+        change=_without_first_microbatch,
+        changes={"logging": {"step_start_entropy": True}},
     ),
     "later updates choose their own experts": InjectedError(
         target=f"{POLICY}.routing.Routing.__init__",

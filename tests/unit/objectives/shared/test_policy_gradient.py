@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.dr_grpo import DrGrpoOptions
 from pacs_megatron.objectives.grpo import GrpoOptions
-from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
 from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.objective_reference import (
     Batch,
@@ -18,6 +19,7 @@ from tests.support.policies.objective_reference import (
     flat_reference_loss,
     make_facts,
     objective_gradient,
+    objective_scores,
     random_batch,
     reference_advantages,
     token_metric_sums,
@@ -177,6 +179,76 @@ def test_log_ratios_are_cut_at_20_nats() -> None:
     )
     assert loss == pytest.approx((-0.5 + 0.5 * np.exp(15) + 0.5 * np.exp(20)) / 6)
     assert gradient.tolist() == pytest.approx([-0.5 / 6, 0.5 * np.exp(15) / 6, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "mean_log_ratio", "has_gradient"),
+    [
+        ("gspo", 15.0, True),
+        ("gspo", 25.0, False),
+        ("luspo", 15.0, True),
+        ("luspo", 25.0, False),
+        ("rloo", 7.5, True),  # 15 for the response of two tokens
+        ("rloo", 12.5, False),
+    ],
+)
+def test_a_response_whose_ratio_is_cut_at_20_nats_has_no_gradient(
+    name: str, mean_log_ratio: float, has_gradient: bool
+) -> None:
+    """The response has a negative advantage, so no clip takes the gradient."""
+    facts = make_facts([0, 0], [1.0, 0.0], lens=[1, 2])
+    start = torch.tensor([-1.0, -1.0 - mean_log_ratio, -1.0 - mean_log_ratio]).double()
+    batch = Batch(
+        facts=facts,
+        logprobs=torch.full((3,), -1.0, dtype=torch.float64),
+        reference=start,
+        mask=torch.ones(3, dtype=torch.float64),
+        sample_of_token=torch.tensor([0, 1, 1]),
+    )
+    objective = build_objective(
+        TypeAdapter(ObjectiveOptions).validate_python({"name": name}), updates_per_step=2
+    )
+    scores = objective_scores(objective, batch)
+    prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
+    gradient, loss = objective_gradient(objective, batch, prepared)
+
+    logprobs = batch.logprobs.clone().requires_grad_(True)
+    plain, _ = flat_reference_loss({"name": name}, batch, logprobs)
+    plain.backward()  # type: ignore[no-untyped-call]
+    assert loss == pytest.approx(float(plain.detach()), rel=1e-12)
+    np.testing.assert_allclose(gradient, logprobs.grad, rtol=1e-12)
+    assert (gradient[1:] != 0).tolist() == [has_gradient] * 2
+    assert loss > 1e5, "the loss keeps the value of the limit"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl", "slope"), [("k1", -25.0, None), ("k2", 312.5, -25.0), ("k3", None, 0.0)]
+)
+def test_only_the_exponential_of_a_kl_estimate_is_cut_at_20_nats(
+    estimator: str, kl: float | None, slope: float | None
+) -> None:
+    """q = log pi_reference - log pi is 25."""
+    place = "reward" if estimator == "k1" else "loss"
+    objective = grpo(kl_coef=0.5, kl_estimator=estimator, kl_in=place)
+    step_start = np.array([-26.0], dtype=np.float32)
+    reference = np.array([-1.0], dtype=np.float32)
+    expected = np.expm1(20.0) - 20.0 if kl is None else kl
+    assert objective.sample_kl(step_start, reference) == pytest.approx(expected, rel=1e-12)
+    if slope is None:
+        return
+
+    facts = make_facts([0, 0], [1.0, 1.0])  # no advantage: the KL is the only term
+    batch = Batch(
+        facts=facts,
+        logprobs=torch.tensor([-26.0, -1.0], dtype=torch.float64),
+        reference=torch.full((2,), -1.0, dtype=torch.float64),
+        mask=torch.ones(2, dtype=torch.float64),
+        sample_of_token=torch.tensor([0, 1]),
+        step_start=torch.tensor([-26.0, -1.0], dtype=torch.float64),
+    )
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    gradient, _ = objective_gradient(objective, batch, prepared)
+    assert gradient.tolist() == pytest.approx([0.5 * slope / 2, 0.0], rel=1e-12)
 
 
 def test_huge_ratios_leave_no_nan() -> None:

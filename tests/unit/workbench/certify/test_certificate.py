@@ -198,7 +198,7 @@ def test_a_value_within_its_bound_is_not_clipped(bound: float | None) -> None:
         torch.tensor([number], dtype=torch.float64) for number in (1e8, 0.1, 1.0)
     )
     _, metrics = formulas.value_loss(
-        {"value_clip": bound, "loss_mean": "token", "constant_length": None},
+        {"value_clip": bound, "value_coef": 0.5, "loss_mean": "token", "constant_length": None},
         [value],
         [start],
         [target],
