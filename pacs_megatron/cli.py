@@ -329,6 +329,16 @@ def _add_checks(verbs: _SubParsers) -> None:
         action="store_true",
         help="compare H100 and H200, with and without recomputation",
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="memory, collectives and work of an update from a trace of the program on fake GPUs",
+    )
+    parser.add_argument(
+        "--local-layers",
+        action="store_true",
+        help="with --trace: Megatron-Core's local layers, where Transformer Engine is missing",
+    )
 
     parser = _add_config_verb(
         verbs, "preflight", "check a run before submission, or inside its job"

@@ -44,6 +44,9 @@ VERBS: Mapping[str, str] = {
 FITS_ON_GPU = "workbench.plan.command:fits_on_gpu"
 """The function of `plan` that `submit` calls, by the same rule as a verb"""
 
+PLAN_TRACE = "workbench.trace.command:trace_plan"
+"""The function of `plan --trace`, by the same rule as a verb"""
+
 
 def function_of(place: str) -> Any:
     """Imports the module of `place`, a value of `VERBS`, and returns the function."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, load_config
-from pacs_megatron.errors import ExitCode
+from pacs_megatron.errors import ConfigError, ExitCode
+from pacs_megatron.launch.verbs import PLAN_TRACE, function_of
 from pacs_megatron.workbench.plan.known_models import find_spec
 from pacs_megatron.workbench.plan.plan import make_plan
 from pacs_megatron.workbench.plan.render import render, render_comparison, render_search
@@ -12,7 +13,13 @@ from pacs_megatron.workbench.plan.search import search_layouts
 
 
 def run_plan(
-    config_path: Path, overrides: Sequence[str], *, search: bool = False, compare: bool = False
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    search: bool = False,
+    compare: bool = False,
+    trace: bool = False,
+    local_layers: bool = False,
 ) -> tuple[str, ExitCode]:
     """The text to print, and OK if the run fits.
 
@@ -21,7 +28,19 @@ def run_plan(
         overrides: `key=value` each.
         search: all layouts on the same GPUs; OK if one fits.
         compare: the same run on other GPUs.
+        trace: the memory of the training ranks from a trace instead of formulas.
+        local_layers: `trace` Megatron-Core's local layers, not Transformer Engine's.
     """
+    if trace and (search or compare):
+        raise ConfigError("plan --trace is of one layout; remove --search and --compare")
+    if local_layers and not trace:
+        raise ConfigError("--local-layers is an option of --trace; add --trace")
+    if trace:
+        traced: tuple[str, ExitCode] = function_of(PLAN_TRACE)(
+            config_path, overrides, local_layers=local_layers
+        )
+        return traced
+
     plan = make_plan(load_config(config_path, overrides))
     fits = plan.fits
     if compare:

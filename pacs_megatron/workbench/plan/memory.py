@@ -64,9 +64,22 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
         *state_items(config, spec, layout, stage),
         *activation_items(config, spec, layout, stage),
     ]
-    peak_bytes = total_bytes(items)
-    items.append(assumed_item("allocator fragmentation", constants.FRAGMENTATION, peak_bytes))
+    items.extend(items_beside(config, spec, layout, total_bytes(items)))
+    return StageMemory("train", stage, tuple(items))
 
+
+def items_beside(
+    config: RunConfig, spec: ModelSpec, layout: Layout, peak_bytes: float
+) -> list[Item]:
+    """Items that one GPU has beside the tensors of training.
+
+    Args:
+        config: the run.
+        spec: the architecture.
+        layout: of the ranks.
+        peak_bytes: largest sum of the tensors of training.
+    """
+    items = [assumed_item("allocator fragmentation", constants.FRAGMENTATION, peak_bytes)]
     items.extend(_process_items(layout))
     if config.rollout.sglang is not None:
         items.extend(_sync_items(config, config.rollout.sglang, spec, layout))
@@ -74,7 +87,7 @@ def train_memory(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
         if servers is not None and servers.colocated:
             released = constants.SGLANG_RELEASED_BYTES
             items.append(assumed_item("SGLang server that released its memory", released))
-    return StageMemory("train", stage, tuple(items))
+    return items
 
 
 def _process_items(layout: Layout) -> list[Item]:

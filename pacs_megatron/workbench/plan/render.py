@@ -24,11 +24,7 @@ _NUM_BEST = 10
 # ---------------------------------------------------------------------------------------- one plan
 def render(plan: Plan) -> str:
     """The plan as text."""
-    lines = [_headline(plan), ""]
-    for part in plan.parts:
-        lines.extend(_memory_lines(plan, part))
-        lines.append("")
-    lines.extend(_verdict(plan))
+    lines = [*memory_lines(plan)]
 
     if plan.phases:
         lines.append("")
@@ -37,6 +33,16 @@ def render(plan: Plan) -> str:
     lines.append("")
     lines.extend(_disk_lines(plan))
     return "\n".join(lines)
+
+
+def memory_lines(plan: Plan) -> Iterator[str]:
+    """The tables of all stages and phases, and whether they fit."""
+    yield _headline(plan)
+    yield ""
+    for part in plan.parts:
+        yield from _part_lines(plan, part)
+        yield ""
+    yield from _verdict(plan)
 
 
 def _headline(plan: Plan) -> str:
@@ -53,7 +59,7 @@ def _headline(plan: Plan) -> str:
     return f"{plan.config.run.name}: {plan.spec.family}, {count:,} parameters, {machines}, {axes}"
 
 
-def _memory_lines(plan: Plan, part: memory.StageMemory) -> list[str]:
+def _part_lines(plan: Plan, part: memory.StageMemory) -> list[str]:
     """The table of one stage or phase."""
     title = f"training, pipeline stage {part.stage}" if part.phase == "train" else "rollout"
     owner = "on each GPU" if plan.gpu else "a rank"

@@ -40,7 +40,7 @@ def load_guard() -> ctypes.CDLL:
         raise ConfigError("torch is not installed; run `make install`")
     torch_dir = Path(next(iter(spec.submodule_search_locations)))
 
-    library = _cache_folder() / f"guard-{_digest()}.so"
+    library = cache_folder() / f"guard-{_digest()}.so"
     if not library.is_file():
         _compile(torch_dir, library)
     try:
@@ -64,7 +64,8 @@ def install_guard(library: ctypes.CDLL) -> None:
         )
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """The folder of what may be made again: the compiled guard and traces."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "pacs_megatron"
 

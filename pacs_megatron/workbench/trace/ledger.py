@@ -21,6 +21,24 @@ class Label:
     """path of the innermost module, layer numbers left out; empty outside of a forward"""
     operation: str
 
+    @property
+    def part(self) -> str:
+        """The part of the model, or `state`: weights, gradients and optimizer."""
+        if self.phase == "build":
+            return "state"
+        return self.module.removeprefix("module.module.") or "outside of modules"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The largest sum of live bytes at an allocation of one kind, within a phase."""
+
+    phase: str
+    label: Label
+    """of the allocation"""
+    num_bytes: int
+    by_part: dict[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -103,6 +121,35 @@ class Ledger:
             phase: Peak(num_bytes, self._composition(stop))
             for phase, (num_bytes, stop) in highest.items()
         }
+
+    def moments(self) -> list[Moment]:
+        """The peak at each kind of allocation, of every phase.
+
+        Each of them grows linearly with the layers; the phase's peak, their maximum, need not.
+        """
+        highest: dict[tuple[str, Label], tuple[int, int]] = {}
+        starts = {position: phase for phase, position in self._phases}
+        name = ""
+        live = 0
+        for number, event in enumerate(self._events):
+            name = starts.get(number, name)
+            live += event.change
+            key = (name, event.label)
+            if event.change > 0 and live > highest.get(key, (0, 0))[0]:
+                highest[key] = (live, number)
+
+        stops = {number for _, number in highest.values()}
+        by_part: Counter[str] = Counter()
+        compositions: dict[int, dict[str, int]] = {}
+        for number, event in enumerate(self._events):
+            by_part[event.label.part] += event.change
+            if number in stops:
+                compositions[number] = dict(+by_part)
+
+        return [
+            Moment(phase, label, num_bytes, compositions[number])
+            for (phase, label), (num_bytes, number) in highest.items()
+        ]
 
     def _composition(self, stop: int) -> Counter[Label]:
         """Live bytes by label after the first `stop` events."""

@@ -96,6 +96,8 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.invented: Counter[str] = Counter()
         """values that went to the host without a shadow, by place"""
         self.unknown_shapes: Counter[str] = Counter()
+        self.host_syncs: Counter[tuple[str, str, str]] = Counter()
+        """operations that wait for the GPU, by (phase, operation, place)"""
         self.hidden_shape: tuple[int, int, int] | None = None
         """shape of the hidden states that a neighbour of the pipeline sends"""
         self._depth = 0
@@ -147,6 +149,8 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(func, types, args, kwargs)
 
         self._check_devices(func, args, tensors)
+        if _waits_for_device(func, args, target):
+            self.host_syncs[self.phase, str(func).split(".")[1], call_site(limit=1)] += 1
         if func is aten._local_scalar_dense.default:
             return self._to_host(args[0], (), args[0].dtype).item()
         if func is aten._to_copy.default and target == "cpu":
@@ -379,6 +383,20 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.set_shadow(out, None if values is None else values.detach().clone())
         elif values is not None:
             out.copy_(values)
+
+
+def _waits_for_device(func: Any, args: Sequence[Any], target: str | None) -> bool:
+    """Whether the host needs a value of the GPU, and so waits for all work before it."""
+    if func in (aten._local_scalar_dense.default, aten.equal.default):
+        return True
+    if func is aten._to_copy.default:
+        return target == "cpu" and isinstance(args[0], FakeTensor)
+    if func is aten.copy_.default:
+        return not isinstance(args[0], FakeTensor)
+    if func is aten.index.Tensor:
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _may_have_shadow(tensor: torch.Tensor) -> bool:

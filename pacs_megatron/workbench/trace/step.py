@@ -29,6 +29,7 @@ from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan.known_models import need_config
 from pacs_megatron.workbench.trace.collectives import CollectiveTrace, join_fake_world
 from pacs_megatron.workbench.trace.cuda import GpuFacts, replace_cuda
+from pacs_megatron.workbench.trace.ledger import Moment
 from pacs_megatron.workbench.trace.mode import FakeCuda
 from pacs_megatron.workbench.trace.rank import TraceRequest
 
@@ -98,6 +99,8 @@ class _TracedRank:
         self.config = config
         self.spec = spec
         self.mode = mode
+        self.num_microbatches = 0
+        """of this rank's update"""
         self.seconds: dict[str, float] = {}
         self.live_after: dict[str, int] = {}
         self.rank = groups.initialize(layout, seed=1, control_timeout_s=600.0)
@@ -262,6 +265,7 @@ class _TracedRank:
             tokens_per_microbatch=self.config.batch.tokens_per_microbatch,
             keep_groups=bool(objective.statistics(self.request.index)),
         )
+        self.num_microbatches = len(plan.by_dp_rank[self.rank.dp])
         own = np.flatnonzero(plan.owners(facts.num_samples) == self.rank.dp)
         return MiniBatch(
             facts=facts,
@@ -351,19 +355,54 @@ def _result(run: _TracedRank, mode: FakeCuda) -> dict[str, Any]:
         ]
         peaks[phase] = {"num_bytes": peak.num_bytes, "by_label": labels}
 
+    moments = [
+        {"phase": moment.phase, **_at(moment), "by_part": moment.by_part}
+        for moment in mode.ledger.moments()
+    ]
+    syncs = [
+        {"phase": phase, "operation": operation, "place": place, "count": count}
+        for (phase, operation, place), count in mode.host_syncs.items()
+    ]
     work = mode.work
     return {
         "rank": run.rank.rank,
         "place": {name: getattr(run.rank, name) for name in ("tp", "pp", "dp", "ep")},
         "num_layers": run.spec.num_layers,
+        "num_microbatches": run.num_microbatches,
+        "groups": _group_names(),
         "seconds": run.seconds,
         "live_after": run.live_after,
         "peaks": peaks,
+        "moments": moments,
         "flops": dict(work.flops),
         "moved_bytes": dict(work.moved_bytes),
         "kernels": dict(work.kernels),
         "host_to_device_bytes": dict(work.host_to_device_bytes),
         "collectives": [call.to_json() for call in mode.collectives.calls],
+        "host_syncs": syncs,
         "invented": dict(mode.invented),
         "unknown_shapes": dict(mode.unknown_shapes),
     }
+
+
+def _at(moment: Moment) -> dict[str, Any]:
+    label = moment.label
+    return {"part": label.part, "operation": label.operation, "num_bytes": moment.num_bytes}
+
+
+def _group_names() -> dict[str, list[int]]:
+    """Global ranks of this rank's groups, by axis; the first name of equal ranks counts."""
+    from megatron.core import parallel_state
+
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "dp and cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp of experts": parallel_state.get_expert_data_parallel_group(),
+        "model": parallel_state.get_model_parallel_group(),
+        "all": dist.group.WORLD,
+    }
+    return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
