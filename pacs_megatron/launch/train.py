@@ -100,7 +100,7 @@ def run_train(config_path: Path, overrides: Sequence[str]) -> int:
 
 
 def closing_lines(loaded: LoadedConfig, overrides: Sequence[str]) -> list[str]:
-    """What a run that is done has written, and the next command.
+    """The files that a finished run has written, and the next command.
 
     Args:
         loaded: configuration of the run.
