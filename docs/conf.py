@@ -31,6 +31,7 @@ _CONTENTS = {
     "Start": [
         "Overview <../README>",
         "architecture",
+        "tour",
         "objective",
         "configuration",
         "reference",
