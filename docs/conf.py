@@ -30,6 +30,7 @@ nitpicky = True
 _CONTENTS = {
     "Start": [
         "Overview <../README>",
+        "own-task",
         "architecture",
         "tour",
         "objective",
