@@ -335,8 +335,15 @@ def _patch_megatron() -> None:
     moe_utils.fused_sort_chunks_by_index_with_probs = _sort_chunks_with_probs
 
     def fused_rope(
-        t: Tensor, bounds: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
+        t: Tensor,
+        bounds: Tensor,
+        freqs: Tensor,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        interleaved: bool = False,
     ) -> Tensor:
+        assert not interleaved
+
         class Group:
             size = staticmethod(lambda: cp_size)
             rank = staticmethod(lambda: cp_rank)

@@ -19,6 +19,7 @@ from tests.support.policies.policy_cases import CLIP_GRAD, make_part, make_polic
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 from tests.te.cases import CASES, FP8_SHAPE, STEPS, TOKENS, load, model_of, run, save, weights_of
+from tests.te.stand_ins import CALLS
 
 
 def _constructed(tmp_path: Path, family: str, look: Any, **options: Any) -> Any:
@@ -52,35 +53,24 @@ def test_overlap_and_gradient_fusion_are_on_by_default(tmp_path: Path) -> None:
     assert _constructed(tmp_path, "qwen2", look, megatron=off) == ([False] * 3, False, False)
 
 
-def test_two_equal_passes_over_experts_give_the_same_bits(tmp_path: Path) -> None:
-    """Also where an addition of rows takes any order, as a GPU's atomics do: the default is
-    Transformer Engine's permutation.
-    """
-    # A sum of two terms does not depend on their order.
-    folder = make_family(tmp_path / "moe", "qwen3_moe", num_experts_per_tok=3)
+@pytest.mark.parametrize(
+    ("options", "is_fused"), [({}, True), ({"moe_permute_fusion": False}, False)]
+)
+def test_experts_have_the_fused_permutation_by_default(
+    options: dict[str, Any], is_fused: bool, tmp_path: Path
+) -> None:
+    """Its sums over the experts of a token have one order; those of a GPU's atomics have any."""
+    folder = make_family(tmp_path / "moe", "qwen3_moe")
 
-    def on_rank(_rank: int, world: int) -> list[float]:
-        add_rows = torch.Tensor.scatter_add_
-        generator = torch.Generator().manual_seed(0)
+    def on_rank(_rank: int, world: int) -> tuple[bool, set[str]]:
+        policy = make_policy(
+            folder, world, tokens_per_microbatch=TOKENS, dtype="bf16", megatron=options
+        )
+        policy.logprobs(make_part(*STEPS[0], policy, TOKENS), "step_start")
+        return policy.config.moe_permute_fusion, {"permute", "unpermute"} & set(CALLS)
 
-        def in_any_order(self: Any, dim: int, index: Any, rows: Any) -> Any:
-            order = torch.randperm(len(rows), generator=generator)
-            return add_rows(self, dim, index[order], rows[order])
-
-        torch.Tensor.scatter_add_ = in_any_order  # type: ignore[method-assign]
-        largest = []
-        for options in ({}, {"moe_permute_fusion": False}):
-            policy = make_policy(
-                folder, world, tokens_per_microbatch=TOKENS, dtype="bf16", megatron=options
-            )
-            minibatch = make_part(*STEPS[0], policy, TOKENS)
-            first = policy.logprobs(minibatch, "step_start")
-            second = policy.logprobs(minibatch, "step_start")
-            largest.append(max(float(np.abs(first[row] - second[row]).max()) for row in first))
-        return largest
-
-    with_default, without_fusion = run_ranks(on_rank, 1)[0]
-    assert with_default == 0.0 and without_fusion > 0
+    kernels = {"permute", "unpermute"} if is_fused else set()
+    assert run_ranks(on_rank, 1)[0] == (is_fused, kernels)
 
 
 def test_flex_dispatcher_without_its_package_is_an_error(tmp_path: Path) -> None:
