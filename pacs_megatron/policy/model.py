@@ -5,6 +5,7 @@ not support sequence parallelism, and its local attention does not support packe
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -607,6 +609,7 @@ def _build_model(
     if spec.moe is not None:
         for layer in model.decoder.layers:
             layer.mlp.router.router_replay = TokenReplay()
+        _forget_router_probs(model)
     # `Routing` uses each router's own instance.
     RouterReplay.clear_global_router_replay_instances()
 
@@ -617,6 +620,27 @@ def _build_model(
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model
+
+
+def _forget_router_probs(model: torch.nn.Module) -> None:
+    """Lets every all-to-all dispatcher drop its router's probabilities after their last use.
+
+    Megatron-Core 0.16 to 0.19 keep them until the layer's next forward pass. Those of a recomputed
+    forward keep its graph, and with it the layer's input and its gradient, in every layer at once.
+    The dispatcher reads them before the combination, for their dtype.
+    """
+    for module in model.modules():
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+            dispatcher.combine_postprocess = functools.partial(
+                _combine_and_forget, dispatcher, dispatcher.combine_postprocess
+            )
+
+
+def _combine_and_forget(dispatcher: Any, combine: Any, hidden: Tensor) -> Any:
+    combined = combine(hidden)
+    dispatcher.probs = None
+    return combined
 
 
 def wrap_for_training(
