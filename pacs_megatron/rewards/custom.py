@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,11 @@ from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Judgement, Prompt
 from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.labels import as_reward
+
+_ASYNC = (
+    "it is an async function, and the workers call plain functions in parallel; call asyncio.run "
+    "inside it, or use reward.name: http"
+)
 
 
 class Custom:
@@ -32,14 +38,24 @@ class Custom:
     def __call__(self, prompt: Prompt, response: str) -> float | Judgement:
         """Raises RewardError if the function raises, exits or returns no finite number."""
         try:
-            reward = self._function(prompt, response)
-            return reward if isinstance(reward, Judgement) else as_reward(reward)
+            return _checked(self._function(prompt, response))
         except RewardError as error:
             raise RewardError(
                 f"reward.function={self._name}: {describe(error, named=False)}"
             ) from error
         except BaseException as error:  # a plug-in may raise anything: only this sample fails
-            raise RewardError(f"reward.function={self._name} raised {describe(error)}") from error
+            text = describe(error)
+            if isinstance(error, AttributeError) and error.obj is prompt:
+                text += f"; a prompt has {', '.join(field.name for field in fields(prompt))}"
+            raise RewardError(f"reward.function={self._name} raised {text}") from error
+
+
+def _checked(reward: Any) -> float | Judgement:
+    """The returned reward. Raises RewardError if it is neither a number nor a Judgement."""
+    if inspect.iscoroutine(reward):
+        reward.close()  # Python would warn that it was not awaited
+        raise RewardError(_ASYNC)
+    return reward if isinstance(reward, Judgement) else as_reward(reward)
 
 
 def describe(error: BaseException, *, named: bool = True) -> str:
@@ -72,6 +88,8 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
         raise ConfigError(
             f"reward.function={function!r} is a {type(loaded).__name__}, expected a function"
         )
+    if inspect.iscoroutinefunction(loaded):
+        raise ConfigError(f"reward.function={function!r}: {_ASYNC}")
     try:
         inspect.signature(loaded).bind("prompt", "response")
     except TypeError as error:
@@ -138,6 +156,9 @@ def _load_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the module runs, because dataclasses look it up there
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a module beside it replaces no installed one
     spec.loader.exec_module(module)
     return module
 

@@ -106,3 +106,36 @@ def test_failures_are_reward_errors(make_prompt, tmp_path, body, message):
 def test_any_real_scalar_is_a_reward(make_prompt, tmp_path, value):
     reward = one_line(tmp_path, f"return {value}")(make_prompt("5"), "x")
     assert type(reward) is float and reward == 1.0
+
+
+def test_a_wrong_field_of_the_prompt_names_the_fields(make_prompt, tmp_path):
+    file = write(tmp_path, "def judge(prompt, response):\n    return prompt.target == response\n")
+    with pytest.raises(RewardError, match=r"no attribute 'target'; a prompt has id, .*answer"):
+        Custom(f"{file}:judge")(make_prompt("5"), "5")
+    other = write(tmp_path, "def judge(prompt, response):\n    return response.target\n", "o.py")
+    with pytest.raises(RewardError, match=r"no attribute 'target'$"):
+        Custom(f"{other}:judge")(make_prompt("5"), "5")
+
+
+def test_a_module_beside_the_file_is_imported_after_installed_ones(
+    make_prompt, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write(tmp_path, "def points(text):\n    return len(text)\n", "beside_of_reward.py")
+    write(tmp_path, "raise ImportError('not the standard library')\n", "json.py")
+    text = "import json\nfrom beside_of_reward import points\n\n\n"
+    file = write(tmp_path, text + "def judge(prompt, response):\n    return points(response)\n")
+    assert Custom(f"{file}:judge")(make_prompt("5"), "123") == 3.0
+
+
+def test_an_async_function_is_an_error_before_sampling(make_prompt, tmp_path, recwarn):
+    file = write(tmp_path, "async def judge(prompt, response):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"async function.*asyncio\.run inside it"):
+        Custom(f"{file}:judge")
+    text = (
+        "async def inner():\n    return 1.0\n\n\ndef judge(prompt, response):\n    return inner()\n"
+    )
+    hidden = write(tmp_path, text, "hidden.py")
+    with pytest.raises(RewardError, match=r"async function"):
+        Custom(f"{hidden}:judge")(make_prompt("5"), "5")
+    assert not recwarn.list
