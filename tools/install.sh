@@ -48,12 +48,25 @@ find_python() {
 # and where uv fails.
 packages() {
     if [ -n "$uv" ]; then
-        "$uv" pip install -q --python "$py" "$@" && return
+        with_time "uv to install packages" "$uv" pip install -q --python "$py" "$@" && return
         echo "install: uv failed; pip is used instead" >&2
         uv=""
     fi
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-    "$py" -m pip install -q ${PIP_ARGS:-} "$@"
+    with_time "pip to install packages" "$py" -m pip install -q ${PIP_ARGS:-} "$@"
+}
+
+# Runs a command and reports the wait for it: every 5 s, after a minute every minute.
+with_time() { # reason command...
+    local reason=$1 started=$SECONDS ticker code=0
+    shift
+    while sleep $((SECONDS - started < 60 ? 5 : 60)) &>/dev/null; do
+        echo "install: waiting for $reason: $((SECONDS - started)) s" >&2
+    done &
+    ticker=$!
+    "$@" || code=$?
+    { kill "$ticker" && wait "$ticker"; } 2>/dev/null || true
+    return "$code"
 }
 
 find_uv() {

@@ -154,3 +154,22 @@ def test_pins_of_the_gpu_environment(checkout: Path) -> None:
     lines = (checkout / ".venv-gpu" / "gpu.lock").read_text().splitlines()
     pins = [line for line in lines if line.startswith("setuptools==")]
     assert pins == ["setuptools==81.0.0"] and any(line.startswith("pytest==") for line in lines)
+
+
+def test_a_long_wait_is_reported_and_keeps_the_exit_code(tmp_path: Path) -> None:
+    script = (ROOT / "tools" / "install.sh").read_text()
+    start = script.index("with_time() {")
+    function = script[start : script.index("\n}\n", start) + 3]
+    lines = [
+        "set -euo pipefail",
+        function,
+        "sleep() { command sleep 0.05; }",
+        "code=0",
+        "waits() { until grep -q waiting log; do command sleep 0.05; done; return 3; }",
+        "with_time 'pip to end' waits 2>log || code=$?",
+        "exit $code",
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, check=False)
+    assert done.returncode == 3
+    text = (tmp_path / "log").read_text()
+    assert text.startswith("install: waiting for pip to end: ")
