@@ -9,7 +9,9 @@ _CHOICE = re.compile(
 )
 _OTHER = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
 _HEDGE = re.compile(r"\b(?:or|and|not|nor)\b")
-_SEVERAL = re.compile(r"[A-J](?:[,;]?(?:\"?and\"?)?[A-J])+")
+_MORE_LETTERS = re.compile(r"(?:[\s()\[\].:,;/&]*[A-J](?![A-Za-z]))+[\s()\[\].:]*")
+"""behind a letter: `(A), (B)`"""
+_SEVERAL = re.compile(r"[A-J](?:[,;]*[A-J])+")
 
 
 def choice(plain: str) -> tuple[str, str] | None:
@@ -27,15 +29,16 @@ def choice(plain: str) -> tuple[str, str] | None:
     rest = (match["rest"] or "").strip()
     if _OTHER.search(rest) and _HEDGE.search(rest):
         return None
-    if re.fullmatch(r"[(\[]?[A-J][)\]]?", rest):
+    if _MORE_LETTERS.fullmatch(rest):
         return None
     return letter.upper(), rest
 
 
 def letters(plain: str) -> str:
     """The letters of `A, C`, `ACD`, `A and C`, sorted; empty for other text."""
-    text = re.sub(r"[\s()]", "", plain)
+    text = re.sub(r"\band\b", ",", plain)
+    text = re.sub(r'[\s()"]', "", text)
     if _SEVERAL.fullmatch(text) is None:
         return ""
-    found = re.findall(r"[A-J]", text.replace('"and"', ","))
+    found = re.findall(r"[A-J]", text)
     return "".join(sorted(found)) if len(set(found)) == len(found) else ""

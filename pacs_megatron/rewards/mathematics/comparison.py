@@ -9,12 +9,14 @@ from typing import NamedTuple
 from pacs_megatron.rewards.mathematics import symbolic
 from pacs_megatron.rewards.mathematics.answers import Answer, Clock, Items, Quantity
 from pacs_megatron.rewards.mathematics.choices import choice, letters
-from pacs_megatron.rewards.mathematics.equality import same
-from pacs_megatron.rewards.mathematics.expression import MAX_CHARS, variables
+from pacs_megatron.rewards.mathematics.equality import renamed, same
+from pacs_megatron.rewards.mathematics.expression import MAX_CHARS, Node, variables
 from pacs_megatron.rewards.mathematics.reading import readings
 from pacs_megatron.rewards.mathematics.spelling import plain
 
 _MAX_SHOWN = 200
+_INTEGER = re.compile(r'([a-z])(?:∈ℤ|"(?:is |being )?(?:an |any )?integers?")')
+"""the parameter of `\\pi k, k \\in \\mathbb{Z}`"""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
@@ -67,6 +69,7 @@ def compare(gold: Gold, answer: str, time_limit_s: float) -> Comparison:
         return Comparison(False, shown(gold), "not read: too long")
     form = plain(answer)
     answers = readings(form, not gold.has_variables, decimal_comma="." in gold.text)
+    answers = _with_parameter(answers, _parameter(form), _parameter(gold.text))
     is_right = (
         _same_text(gold.text, form)
         or _same_choice(gold.text, form)
@@ -75,6 +78,26 @@ def compare(gold: Gold, answer: str, time_limit_s: float) -> Comparison:
     if not is_right and symbolic.is_needed(gold.text, form):
         is_right = symbolic.is_equal(gold.text, form, time_limit_s)
     return Comparison(is_right, shown(gold), _shown(form, answers))
+
+
+def _parameter(text: str) -> str:
+    """The letter that stands for any integer; empty if there is none."""
+    match = _INTEGER.search(text)
+    return "" if match is None else match[1]
+
+
+def _with_parameter(answers: tuple[Answer, ...], mine: str, gold: str) -> tuple[Answer, ...]:
+    """With the gold answer's letter for any integer; unchanged if one of the two names none."""
+    if not mine or not gold or mine == gold:
+        return answers
+    return tuple(renamed(answer, mine, gold) for answer in answers if not _uses(answer, gold))
+
+
+def _uses(part: object, name: str) -> bool:
+    """Whether a variable has this name."""
+    if part == Node("variable", name):
+        return True
+    return isinstance(part, tuple) and any(_uses(item, name) for item in part)
 
 
 def shown(gold: Gold) -> str:

@@ -235,13 +235,17 @@ def _same_antiderivative(gold: Node, answer: Node) -> bool:
     if len(other) != 1 or not other <= {"c", "K", "k", "C_1"}:
         return False
     [name] = other
-    return equal(gold, _renamed(answer, name, "C"))
+    return equal(gold, renamed(answer, name, "C"))
 
 
-def _renamed(node: Node, name: str, other: str) -> Node:
-    if node == Node("variable", name):
+def renamed(part: Any, name: str, other: str) -> Any:
+    """A part of an answer with another name of a variable."""
+    if part == Node("variable", name):
         return Node("variable", other)
-    return node._replace(parts=tuple(_renamed(part, name, other) for part in node.parts))
+    if not isinstance(part, tuple):
+        return part
+    parts = [renamed(item, name, other) for item in part]
+    return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
 
 
 def _same_percent(gold: Quantity, answer: Quantity) -> bool:

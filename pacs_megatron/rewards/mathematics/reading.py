@@ -32,6 +32,7 @@ from pacs_megatron.rewards.mathematics.units import (
     DEGREES,
     MULTIPLIERS,
     PERCENT,
+    Unit,
     read_unit,
 )
 from pacs_megatron.rewards.mathematics.value import equal
@@ -74,7 +75,7 @@ _COMMAS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?![\d,])")
 _INDIAN = re.compile(r"(?<![\d.,])([1-9]\d?)((?:,\d\d)+,\d{3})(?![\d,])")
 _POINTS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:\.\d{3}){2,})(?![\d.])")
 _POINTS_AND_COMMA = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:\.\d{3})+),(\d+)(?![\d.,])")
-_DECIMAL_COMMA = re.compile(r"^([+-]?€?\d+),(\d{1,2}|\d{4,})(?![\d,])(?=\D*$)")
+_DECIMAL_COMMA = re.compile(r"^([+-]?[$€£¥₹]?\d+),(\d{1,2}|\d{4,})(?![\d,])(?=\D*$)")
 _TINY = re.compile(r"(?<![\w.])(\d+)e-(\d)(?![\d.])")
 _LEAD = re.compile(
     r'^"(?:(?:hence|thus|so|therefore|then|we|get|have|the|final|correct|answer|answers|result|value'
@@ -89,7 +90,8 @@ _SENTENCE = re.compile(
 )
 _CONDITION = re.compile(
     r'[,;]?\s*\(?(?:"(?:for all|for any|for every|where|for|with|for some)[^"]*"[^"]*'
-    r"|[,;]\s*[a-z]∈[ℤℕℚℝ](?:\^\{?\+\}?)?)\)?$"
+    r'(?:"(?:is |being )?(?:an |any )?integers?")?'
+    r"|[,;(]\s*[a-z]∈[ℤℕℚℝ](?:\^\{?\+\}?)?)\)?$"
 )
 """`for all x`, `k ∈ ℤ` behind an answer"""
 _POINT_NAME = re.compile(r"[A-Z]'?(?=\([^()]+,[^()]+\)$)")
@@ -498,14 +500,20 @@ class _Reader:
         return Items("set", (item,))
 
     def matrix(self, text: str) -> Answer | None:
-        if text[0] != "⟦" or text[-1] != "⟧" or not _is_one_bracket(text):
+        """A matrix, maybe with a factor before it."""
+        before, opening, inside = text.partition("⟦")
+        if not opening or not _is_one_bracket(opening + inside):
             return None
-        rows, _ = split(text[1:-1], _ROWS)
+        rows, _ = split(inside[:-1], _ROWS)
         read_rows = []
         for row in rows:
             cells, _ = split(row, _CELLS)
             read_rows.append(tuple(self.read(cell) for cell in cells))
-        return Matrix(tuple(read_rows))
+        matrix = Matrix(tuple(read_rows))
+        factor = before.rstrip(" ·")
+        if not factor:
+            return matrix
+        return _multiplied(parse("-1" if factor == "-" else factor), matrix)
 
     def ratio(self, text: str) -> Answer | None:
         parts, signs = split(text, _COLON)
@@ -598,6 +606,17 @@ def _is_one_bracket(text: str) -> bool:
         if depth == 0:
             return number == len(text) - 1
     return False
+
+
+def _multiplied(factor: Node, matrix: Matrix) -> Matrix:
+    """A number times a matrix. Raises UnreadableError."""
+
+    def multiplied(cell: Answer) -> Answer:
+        if not isinstance(cell, Quantity):
+            raise UnreadableError("a factor before other than numbers")
+        return cell._replace(node=Node("·", None, (factor, cell.node)))
+
+    return Matrix(tuple(tuple(map(multiplied, row)) for row in matrix.rows))
 
 
 def _compound(items: list[Answer]) -> Quantity | None:
@@ -710,6 +729,8 @@ def _is_variable(text: str) -> bool:
 
 def _same_value(left: Answer, right: Answer) -> bool:
     """Whether two sides of an equation agree."""
+    left = _without_base(left)
+    right = _without_base(right)
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         # `5 = 5 cm`, `1/4 = 25%`
         if equal(left.node, right.node):
@@ -718,6 +739,16 @@ def _same_value(left: Answer, right: Answer) -> bool:
             equal(_scaled(left), _scaled(right)) or left.node == right.node
         )
     return left == right
+
+
+def _without_base(answer: Answer) -> Answer:
+    """A numeral of another base as its number: `23_5 = 13_{10}`."""
+    if not isinstance(answer, Numeral):
+        return answer
+    try:
+        return Quantity(Node("number", Fraction(int(answer.digits, answer.base))))
+    except ValueError:
+        return answer
 
 
 def _scaled(quantity: Quantity) -> Node:
@@ -730,7 +761,10 @@ def _scaled(quantity: Quantity) -> Node:
 _UNIT_TAIL = re.compile(r'(?P<unit>(?:\s?(?:"[^"]+"|[/·](?="))(?:\s?\^\s?\{?-?\d\}?)?)+)$')
 _COMPOUND = re.compile(r'(?P<first>[\d.]+\s?"[^"]+")(?P<second>[\d.]+\s?"[^"]+")')
 _DEGREE_TAIL = re.compile(r'°(?:\s?"?([CFcf])"?)?$')
-_MONEY = re.compile(r"^(?P<sign>[+-]?)\s?€\s?")
+_MONEY = re.compile(
+    r'^(?P<sign>[+-]?)\s?(?P<currency>[$€£¥₹]|"(?:USD|EUR|GBP|JPY|INR|Rs)\.?")\s?(?=[\d.\\(])', re.I
+)
+_MONEY_BEHIND = re.compile(r"\s?(?P<currency>[$€£¥₹¢])$")
 
 
 def read_quantity(text: str, bare_units: bool) -> Quantity:
@@ -741,14 +775,13 @@ def read_quantity(text: str, bare_units: bool) -> Quantity:
         first = read_quantity(compound["first"], False)
         return first._replace(rest=read_quantity(compound["second"], False))
 
-    unit = None
     money = _MONEY.match(text)
     if money is not None:
         text = money["sign"] + text[money.end() :]
-        unit = read_unit("€")
-    elif text.endswith("€"):
-        text = text[:-1].strip()
-        unit = read_unit("€")
+    else:
+        money = _MONEY_BEHIND.search(text)
+        text = _MONEY_BEHIND.sub("", text)
+    unit = None if money is None else read_unit(money["currency"])
     if not text:
         raise UnreadableError("no number")
 
@@ -776,7 +809,7 @@ def read_quantity(text: str, bare_units: bool) -> Quantity:
     return Quantity(parse(text), unit)
 
 
-def _with_unit(number: str, words: str, money: object) -> Quantity:
+def _with_unit(number: str, words: str, money: Unit | None) -> Quantity:
     """A number with the words behind it: a unit, percent, or thousands."""
     phrase = words.replace('"', " ").strip()
     first, _, rest = phrase.partition(" ")
@@ -787,7 +820,7 @@ def _with_unit(number: str, words: str, money: object) -> Quantity:
         first, _, rest = rest.strip().partition(" ")
     left = f"{first} {rest}".strip()
     if not left:
-        return Quantity(node, read_unit("€") if money else None)
+        return Quantity(node, money)
     if left.lower() in PERCENT:
         return Quantity(node, None, is_percent=True)
     if left.lower() in DEGREES:

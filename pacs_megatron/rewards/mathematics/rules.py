@@ -35,7 +35,11 @@ RULES: tuple[Rule, ...] = (
         "rounded decimals",
         "A decimal with at least 6 digits is right for a number that has no end; a float of 64 "
         "bits (15 digits) is right for every number that it rounds.",
-        right=((r"\frac{1}{3}", "0.333333"), ("0.30000000000000004", "0.3")),
+        right=(
+            (r"\frac{4}{11}", r"0.363636\ldots"),
+            (r"\frac{1}{3}", "0.333333"),
+            ("0.30000000000000004", "0.3"),
+        ),
         wrong=((r"\frac{1}{3}", "0.333"), (r"\sqrt{2}", "1.414"), ("0.1", "0.100000001")),
     ),
     Rule(
@@ -77,8 +81,20 @@ RULES: tuple[Rule, ...] = (
             ("40", r"40\text{ cm}"),
             (r"40\text{ cm}", "40"),
             (r"12\text{ m}", r"1200\text{ cm}"),
+            (r"50\text{ mph}", r"50\text{ miles per hour}"),
+            (r"4\text{ m/s}", r"4\ \mathrm{m\,s^{-1}}"),
         ),
         wrong=((r"40\text{ cm}", r"40\text{ cm}^2"), ("40", r"4\text{ cm}")),
+    ),
+    Rule(
+        "money",
+        "Signs, names and codes of one currency are the same; another currency is wrong.",
+        right=(
+            (r"\$7.20", r"\text{USD } 7.20"),
+            ("7.20", r"7.20\text{ euros}"),
+            ("75¢", r"\$0.75"),
+        ),
+        wrong=((r"\$7.20", r"7.20\text{ euros}"), (r"\$7.20", "£7.20"), ("£5", "€5")),
     ),
     Rule(
         "letters behind a number",
@@ -131,6 +147,19 @@ RULES: tuple[Rule, ...] = (
         wrong=(("y=2x+1", "y=2x-1"), ("x^2+y^2=4", "x^2+y^2=2")),
     ),
     Rule(
+        "any integer",
+        "The letter that stands for any integer is free if both answers name it.",
+        right=(
+            (r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}", r"x=\frac{\pi}{3}+2n\pi,\ n\in\mathbb{Z}"),
+            (r"k\pi, k\in\mathbb{Z}", r"n\pi\ (n\in\mathbb{Z})"),
+            (r"6k+1, k\in\mathbb{Z}", r"6m+1 \text{ where } m \text{ is an integer}"),
+        ),
+        wrong=(
+            (r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}", r"\frac{\pi}{3}+n\pi, n\in\mathbb{Z}"),
+            (r"6k+1, k\in\mathbb{Z}", "6m+1"),
+        ),
+    ),
+    Rule(
         "inequalities and intervals",
         "Sets of real numbers are equal in every spelling; open and closed ends differ.",
         right=(
@@ -161,9 +190,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "matrices",
-        "Brackets of any shape; a column is also a tuple.",
-        right=((r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),),
-        wrong=((r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),),
+        "Brackets of any shape; a column is also a tuple. A factor before it multiplies each item.",
+        right=(
+            (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+            (r"\begin{pmatrix}0.5\\1\end{pmatrix}", r"\frac12\begin{pmatrix}1\\2\end{pmatrix}"),
+        ),
+        wrong=(
+            (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+            (r"\begin{pmatrix}1\\2\end{pmatrix}", r"-\begin{pmatrix}1\\2\end{pmatrix}"),
+        ),
     ),
     Rule(
         "ratios",
@@ -186,8 +221,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "bases",
         "The base may be left out, another one is wrong.",
-        right=(("1011_2", "1011_{2}"), ("1011_2", "1011")),
-        wrong=(("1011_2", "1011_3"), ("1011_2", "11")),
+        right=(("1011_2", "1011_{2}"), ("1011_2", "1011"), ("1011_2", "1011_2=11_{10}")),
+        wrong=(("1011_2", "1011_3"), ("1011_2", "11"), ("1011_2", "1011_2=12_{10}")),
     ),
     Rule(
         "remainders",
@@ -198,8 +233,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "multiple choice",
         "The letter counts; brackets and the text behind it do not.",
-        right=(("B", r"\text{B) 12}"), (r"\text{(B)}", "B"), ("B", "B."), ("A, C", "CA")),
-        wrong=(("B", r"\text{A or B}"), ("B", r"\text{B: or C}"), ("B", "C"), ("A, C", "A")),
+        right=(
+            ("B", r"\text{B) 12}"),
+            (r"\text{(B)}", "B"),
+            ("B", "B."),
+            ("A, C", "CA"),
+            ("AC", r"\text{A and C}"),
+        ),
+        wrong=(
+            ("B", r"\text{A or B}"),
+            ("B", "(B), (C)"),
+            ("B", r"\text{B: or C}"),
+            ("B", "C"),
+            ("A, C", "A"),
+        ),
     ),
     Rule(
         "words",

@@ -80,6 +80,7 @@ _CHARACTERS = {
     ″ => ''
     ⁄ ∕ => /
     ： ∶ => :
+    ∴ ✓ ✔ ✅ ■ => nothing
     ， 、 => ,
     ； => ;
     。 => .
@@ -190,16 +191,18 @@ def _unwrapped(text: str) -> str:
 _TEXT = re.compile(
     r"\\(?P<name>text(?:bf|it|rm|sf|tt|sc|up|normal|md)?|mbox|hbox|mathrm|operatorname\*?|emph"
     r"|mathsf|mathtt|mathbf|boldsymbol|bm|mathit|mathnormal|bf|rm|underline|textcolor\{\w+\}"
-    r"|color\{\w+\})\s*\{(?P<content>[^{}]*)\}"
+    r"|color\{\w+\})\s*\{(?P<content>(?:[^{}]|\^\{-?\d\})*)\}"
 )
 _RUN = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*", re.UNICODE)
 _POINT_OF_SHORT_WORD = re.compile(r"([A-Za-z]{2}|\.[A-Za-z])\.(?=\s|$)")
+_SPACE_OR_DOT = re.compile(r"\\(?:[,;:! ]|cdot(?![A-Za-z]))")
+"""between units: `\\mathrm{m\\,s^{-1}}`"""
 _LETTER_MACROS = {"mathbf", "boldsymbol", "bm", "mathit", "mathnormal", "mathsf", "mathtt"}
 
 
 def _quoted_content(match: "re.Match[str]") -> str:
     """A text macro's content: its words quoted, the rest as it is."""
-    content = match["content"].replace("$", "").replace(r"\ ", " ")
+    content = _SPACE_OR_DOT.sub(" ", match["content"].replace("$", ""))
     content = _POINT_OF_SHORT_WORD.sub(r"\1", content)
     is_letter = re.fullmatch(r"\s*[A-Za-z]\s*", content) is not None
     if is_letter and (match["name"] in _LETTER_MACROS or content.strip() in "eidCP"):
@@ -287,6 +290,7 @@ _COMMANDS = _table(r"""
     prime => '
     euro => €
     pounds => £
+    therefore checkmark blacksquare qed => nothing
     lg => \log_{10}
     slash => /
     varepsilon => \epsilon
@@ -330,6 +334,9 @@ def _with_matrices(text: str) -> str:
     return _MATRIX.sub(rewritten, text)
 
 
+_QUOTED_UNIT = r'("[^"]*"(?:\s*\^\s*\{?\d\}?)?)'
+_REPEATING = r"(?<![\d.])(?=\d*\.\d{6,60}\s?…$)(\d*\.\d*?)(?:(\d)\2\2+|(\d{2,6})\3+)\s?…$"
+"""`0.363636...`; fewer than six digits are rounded"""
 _COUNT = r"(?:\{(\d+)\}|(\d))"
 
 
@@ -365,7 +372,9 @@ SPELLINGS: tuple[Spelling, ...] = (
         ((r"1\,234\,567", "1234567"), ("1 250", "1250"), ("1{,}250", "1250"), ("1 2", "1 2")),
     ),
     Spelling(
-        "decimal comma in braces", _replaced((r"(?<=\d)\{,\}(?=\d)", ".")), (("2{,}5", "2.5"),)
+        "points, colons and commas in braces",
+        _replaced((r"(?<=\d)\{,\}(?=\d)", "."), (r"(?<![A-Za-z])\{([.:])\}", r"\1")),
+        (("2{,}5", "2.5"), ("2{.}5", "2.5"), ("7{:}30", "7:30"), (r"5\text{.}", "5")),
     ),
     Spelling(
         "words of text macros in quotes",
@@ -376,6 +385,8 @@ SPELLINGS: tuple[Spelling, ...] = (
             (r"\mathrm{e}", "e"),
             (r"\text{at }\text{least }40", '"at least"40'),
             (r"\mathbf{5}", "5"),
+            (r"8\,\mathrm{cm^{2}}", '8"cm"^{2}'),
+            (r"3\ \mathrm{m\,s^{-1}}", '3"m s"^{-1}'),
         ),
     ),
     Spelling(
@@ -386,14 +397,24 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(
         "money, percent and number signs",
         _replaced(
-            (r"\\\$|\$", " € "),
-            (r"[£¥]|\\text(?:dollar|euro)", " € "),
+            (r"\\textdollar|(?:(?<![A-Za-z])US\s?)?\\?\$", " $ "),
+            (r"(?:\\text)?€", " € "),
+            (r"\\texteuro", " € "),
+            (r"\\textsterling|£", " £ "),
+            (r"\\(?:textyen|yen)|¥", " ¥ "),
+            (r"₹", " ₹ "),
             (r"\\[%]", "%"),
             (r"\\#", ""),
             (r"\\_", "_"),
             (r"\\&", '"and"'),
         ),
-        ((r"\$18.90", "€18.90"), (r"25\%", "25%")),
+        (
+            (r"\$18.90", "$18.90"),
+            (r"US\$5", "$5"),
+            (r"\texteuro 5", "€5"),
+            (r"\pounds 5", "£5"),
+            (r"25\%", "25%"),
+        ),
     ),
     Spelling(
         "spaces of LaTeX",
@@ -471,8 +492,21 @@ SPELLINGS: tuple[Spelling, ...] = (
     ),
     Spelling(
         "periods that repeat",
-        _replaced((r"\\(?:overline|bar|overbar)\s*(?:\{\s*(\d+)\s*\}|(\d))", r"⟪\1\2⟫")),
-        ((r"0.\overline{3}", "0.⟪3⟫"),),
+        _replaced(
+            (r"\\(?:overline|bar|overbar)\s*(?:\{\s*(\d+)\s*\}|(\d))", r"⟪\1\2⟫"),
+            (r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?", r"⟪\1\2\3⟫"),
+            (r"\\dot\s*(?:\{(\d)\}|(\d))", r"⟪\1\2⟫"),
+            (_REPEATING, r"\1⟪\2\3⟫"),
+        ),
+        (
+            (r"0.\overline{3}", "0.⟪3⟫"),
+            (r"0.\dot{3}", "0.⟪3⟫"),
+            (r"0.\dot{1}42\dot{7}", "0.⟪1427⟫"),
+            (r"0.166666\ldots", "0.1⟪6⟫"),
+            ("0.272727...", "0.⟪27⟫"),
+            ("0.333...", "0.333…"),
+            ("3.141592...", "3.141592…"),
+        ),
     ),
     Spelling(
         "units with a slash",
@@ -490,6 +524,19 @@ SPELLINGS: tuple[Spelling, ...] = (
         ),
     ),
     Spelling(
+        "fractions of units",
+        _replaced(
+            (
+                rf"(?<=[\d)}}])\s*\\frac\s*\{{\s*{_QUOTED_UNIT}\s*\}}\s*\{{\s*{_QUOTED_UNIT}\s*\}}$",
+                r"\1/\2",
+            )
+        ),
+        (
+            (r"12\ \frac{\text{km}}{\text{h}}", '12"km"/"h"'),
+            (r"9.8\ \frac{\mathrm{m}}{\mathrm{s}^2}", '9.8"m"/"s"^2'),
+        ),
+    ),
+    Spelling(
         "end of the sentence, line breaks",
         _replaced(
             (r"(?:[\s.,;:]|\\\\|\\$)+$", ""),
@@ -503,7 +550,7 @@ SPELLINGS: tuple[Spelling, ...] = (
         _replaced(
             (r"\s+", " "),
             (r'\s*("[^"]*")\s*', r"\1"),
-            (r"\s*([=<>≤≥≠≡≈∈,;:∪∩∖±∓×·÷{}()\[\]⦃⦄^_+€%°/-])\s*", r"\1"),
+            (r"\s*([=<>≤≥≠≡≈∈,;:∪∩∖±∓×·÷{}()\[\]⦃⦄^_+$€£¥₹%°/-])\s*", r"\1"),
         ),
         (("- 7", "-7"), ("3 : 4", "3:4")),
     ),

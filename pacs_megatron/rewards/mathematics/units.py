@@ -69,8 +69,12 @@ _KINDS = (
     _Kind("weight", {"lb": (16, "lb lbs pound"), "oz": (1, "oz ounce")}),
     _Kind(
         "money",
-        {"dollar": (1, "dollar usd buck $ € euro"), "cent": (Fraction(1, 100), "cent ¢")},
+        {"dollar": (1, "dollar usd buck $"), "cent": (Fraction(1, 100), "cent ¢")},
     ),
+    _Kind("euros", {"euro": (1, "euro eur €")}),
+    _Kind("pounds sterling", {"pound sterling": (1, "gbp £")}),
+    _Kind("yen", {"yen": (1, "yen jpy ¥")}),
+    _Kind("rupees", {"rupee": (1, "rupee rs inr ₹")}),
     _Kind(
         "volume",
         {"L": (1000, "l L liter litre"), "mL": (1, "ml mL milliliter millilitre cc")},
@@ -82,7 +86,6 @@ _KINDS = (
     _Kind("energy", {"J": (1, "j joule"), "kJ": (1000, "kj kilojoule")}),
     _Kind("power", {"W": (1, "w watt"), "kW": (1000, "kw kilowatt")}),
     _Kind("force", {"N": (1, "n newton"), "kN": (1000, "kn")}),
-    _Kind("speed", {"mph": (1, "mph")}),
     _Kind("voltage", {"V": (1, "v volt")}),
     _Kind("resistance", {"ohm": (1, r"ohm \Omega \omega")}),
     _Kind("current", {"A": (1, "ampere amp")}),
@@ -90,6 +93,17 @@ _KINDS = (
     _Kind("pressure", {"Pa": (1, "pa pascal"), "kPa": (1000, "kpa")}),
     _Kind("amount", {"mol": (1, "mol mole")}),
 )
+_SHORT_FORMS = {
+    "mph": "mile/hour",
+    "kph": "km/hour",
+    "kmh": "km/hour",
+    "kmph": "km/hour",
+    "mpg": "mile/gallon",
+    "pound sterling": "gbp",
+    "pounds sterling": "gbp",
+}
+"""Units in one word => the units that they are made of"""
+_SHORT_FORM = re.compile(rf"\b(?:{'|'.join(_SHORT_FORMS)})\b", re.IGNORECASE)
 _BY_SPELLING: dict[str, tuple[str, Fraction]] = {}
 for _kind in _KINDS:
     for _factor, _spellings in _kind.units.values():
@@ -134,7 +148,8 @@ def read_unit(text: str) -> Unit | None:
     is_known = True
     sign = 1
     pending = 1
-    for part in _PARTS.finditer(text.replace('"', " ")):
+    text = _SHORT_FORM.sub(lambda match: _SHORT_FORMS[match[0].lower()], text.replace('"', " "))
+    for part in _PARTS.finditer(text):
         word = part["word"]
         if word is None:
             sign = -1
@@ -175,7 +190,7 @@ def read_unit(text: str) -> Unit | None:
 
 
 _PARTS = re.compile(
-    r"(?P<word>\\?[^\W\d_]+(?:['.-][^\W\d_]+)*|[$€°¢])(?:\s?\^\s?\{?(?P<power>-?\d)\}?)?|/"
+    r"(?P<word>\\?[^\W\d_]+(?:['.-][^\W\d_]+)*|[$€£¥₹°¢])(?:\s?\^\s?\{?(?P<power>-?\d)\}?)?|/"
 )
 
 

@@ -63,7 +63,7 @@ MONTHS = word_set(
     "mar apr jun jul aug sep sept oct nov dec"
 )
 _WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*", re.UNICODE)
-_MATHEMATICS = re.compile(r"[=<>≤≥≠∈∪\\^_+·×÷%€°|{}\[\]]")
+_MATHEMATICS = re.compile(r"[=<>≤≥≠∈∪\\^_+·×÷%$€£¥₹°|{}\[\]]")
 _MAX_WORDS = 40
 
 

@@ -19,10 +19,10 @@ GREEK = word_set(
     "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega"
 )
 SHORT_WORDS = word_set(
-    "or and no is of if as not the yes odd all any per day days men cup cups mph kmh km cm mm nm "
-    "kg ft lb lbs yd oz mL ml kJ kW kHz MHz Hz pm am for one two six ten are has DNE rad deg min "
-    "sec hr hrs usd USD EUR mol mod but nor its was we so then on at by to mi inches sq cc gal pts "
-    "bar mpg rpm kPa Pa even none true false"
+    "or and no is of if as not the yes odd all any per day days men cup cups mph kph kmh kmph km "
+    "cm mm nm kg ft lb lbs yd oz mL ml kJ kW kHz MHz Hz pm am for one two six ten are has DNE rad "
+    "deg min sec hr hrs usd USD EUR GBP yen mol mod but nor its was we so then on at by to mi "
+    "inches sq cc gal pts bar mpg rpm kPa Pa even none true false"
 )
 """Runs of two or three letters that are words, not products of variables"""
 _RUN = re.compile(r'"[^"]*"|\\[A-Za-z]+\s?|[A-Za-z]+(?:\.[A-Za-z]\.?)*')
