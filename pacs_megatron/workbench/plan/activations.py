@@ -44,6 +44,7 @@ def _layer_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
     num_layers = len(layers_of_stage(spec.num_layers, layout, stage))
     in_flight = microbatches_in_flight(layout, stage)
     whole_layer = layer_activation_bytes(config, spec) * tokens
+    span = _imbalance_span(config, spec, ())
 
     if recompute.granularity == "full":
         sequence_ranks = layout.tp if layout.sequence_parallel else 1
@@ -51,17 +52,29 @@ def _layer_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int)
         layer_inputs = width * spec.hidden_size / sequence_ranks * tokens * num_layers
         return [
             Item("layer inputs kept (full recompute)", layer_inputs * in_flight, "computed"),
-            Item("layers being recomputed", whole_layer, "computed"),
+            Item("layers being recomputed", whole_layer, "computed", span),
         ]
 
     modules = recompute.modules if recompute.granularity == "selective" else ()
     saved_layer = layer_activation_bytes(config, spec, recomputed=modules) * tokens
     name = f"activations of {num_layers} layers x {in_flight:g} in flight"
-    items = [Item(name, saved_layer * num_layers * in_flight, "computed")]
+    saved_span = _imbalance_span(config, spec, modules)
+    items = [Item(name, saved_layer * num_layers * in_flight, "computed", saved_span)]
     if modules:
         name = f"parts being recomputed ({', '.join(modules)})"
-        items.append(Item(name, whole_layer - saved_layer, "computed"))
+        items.append(Item(name, whole_layer - saved_layer, "computed", span))
     return items
+
+
+def _imbalance_span(
+    config: RunConfig, spec: ModelSpec, recomputed: Collection[str]
+) -> tuple[float, float]:
+    """Lowest and highest bytes of a layer as factors, by the imbalance of experts."""
+    constant = constants.EXPERT_IMBALANCE
+    planned = layer_activation_bytes(config, spec, recomputed=recomputed)
+    low = layer_activation_bytes(config, spec, recomputed=recomputed, imbalance=constant.low)
+    high = layer_activation_bytes(config, spec, recomputed=recomputed, imbalance=constant.high)
+    return low / planned, high / planned
 
 
 def microbatches_in_flight(layout: Layout, stage: int) -> float:
@@ -81,7 +94,11 @@ def microbatches_in_flight(layout: Layout, stage: int) -> float:
 
 # --------------------------------------------------------------------------------------- one layer
 def layer_activation_bytes(
-    config: RunConfig, spec: ModelSpec, *, recomputed: Collection[str] = ()
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    recomputed: Collection[str] = (),
+    imbalance: float = constants.EXPERT_IMBALANCE.value,
 ) -> float:
     """Bytes that one layer saves for the backward pass, per token of the micro-batch on this rank.
 
@@ -90,6 +107,8 @@ def layer_activation_bytes(
         spec: the architecture.
         recomputed: modules of `parallel.recompute` that save their input only, which another module
             saves too.
+        imbalance: tokens of the fullest expert-parallel rank over the mean; without expert
+            parallelism it does not matter.
     """
     parallel = config.parallel
     sequence_ranks = parallel.tp if parallel.sequence_parallel else 1
@@ -105,7 +124,7 @@ def layer_activation_bytes(
         mlp = _mlp_elements(spec, parallel.tp, recomputed)
         router_bytes = 0.0
     else:
-        mlp = _expert_elements(config, spec, recomputed)
+        mlp = _expert_elements(config, spec, recomputed, imbalance)
         # The router's logits and probabilities, fp32.
         router_bytes = 8.0 * spec.moe.num_experts / sequence_ranks
         router_bytes = 0.0 if "moe" in recomputed else router_bytes
@@ -131,21 +150,23 @@ def _mlp_elements(spec: ModelSpec, tp: int, recomputed: Collection[str]) -> floa
     return 0.0 if "mlp" in recomputed else 3 * spec.ffn_size / tp
 
 
-def _expert_elements(config: RunConfig, spec: ModelSpec, recomputed: Collection[str]) -> float:
+def _expert_elements(
+    config: RunConfig, spec: ModelSpec, recomputed: Collection[str], imbalance: float
+) -> float:
     """The experts' part of the MLP: for each copy of a token that an expert processes, its input,
     both halves of the gated MLP and their product.
     """
     assert spec.moe is not None
     has_whole_experts = config.parallel.ep > 1
     expert_tp = 1 if has_whole_experts else config.parallel.tp
-    imbalance = constants.EXPERT_IMBALANCE.value if has_whole_experts else 1.0
+    factor = imbalance if has_whole_experts else 1.0
 
     copy = 0.0
     if "moe" not in recomputed:
         # `moe_act` computes the product of both halves again.
         num_halves = 2 if "moe_act" in recomputed else 3
         copy = spec.hidden_size + num_halves * spec.moe.expert_ffn_size / expert_tp
-    return expert_copies(config, spec) * copy * imbalance
+    return expert_copies(config, spec) * copy * factor
 
 
 def expert_copies(config: RunConfig, spec: ModelSpec) -> float:

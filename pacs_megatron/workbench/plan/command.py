@@ -21,12 +21,12 @@ def run_plan(
     trace: bool = False,
     local_layers: bool = False,
 ) -> tuple[str, ExitCode]:
-    """The text to print, and OK if the run fits.
+    """The text to print, and OK if the run fits or may fit.
 
     Args:
         config_path: of the run.
         overrides: `key=value` each.
-        search: all layouts on the same GPUs; OK if one fits.
+        search: all layouts on the same GPUs; OK if one fits with the highest assumptions.
         compare: the same run on other GPUs.
         trace: the memory of the training ranks from a trace instead of formulas.
         local_layers: `trace` Megatron-Core's local layers, not Transformer Engine's.
@@ -42,7 +42,7 @@ def run_plan(
         return traced
 
     plan = make_plan(load_config(config_path, overrides))
-    fits = plan.fits
+    fits = plan.may_fit
     if compare:
         text = render_comparison(plan)
     elif search:
@@ -58,4 +58,4 @@ def fits_on_gpu(loaded: LoadedConfig) -> bool:
     """Whether `plan` expects the run to fit; True for a model that it does not know."""
     if find_spec(loaded.config.model.path) is None:
         return True
-    return make_plan(loaded).fits
+    return make_plan(loaded).may_fit

@@ -96,8 +96,22 @@ class Plan:
         return max(self.parts, key=lambda part: part.total)
 
     @property
+    def highest_bytes(self) -> float:
+        """The highest total of all stages and phases, with the highest value of each assumption."""
+        return max(part.span[1] for part in self.parts)
+
+    @property
     def fits(self) -> bool:
-        """Whether every stage and phase fits, and a server's cache fits one sample."""
+        """Whether `may_fit` holds with the highest value of each assumption too."""
+        if self.gpu is None:
+            return True
+        return self.may_fit and self.highest_bytes <= self.gpu.memory_bytes
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether every stage and phase fits with the assumptions' own values, and a server's cache
+        fits one sample.
+        """
         if self.gpu is None:
             return True
         return self.peak.total <= self.gpu.memory_bytes and self.small_cache is None

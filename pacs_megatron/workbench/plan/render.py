@@ -84,12 +84,14 @@ def _verdict(plan: Plan) -> list[str]:
     phase = f"stage {peak.stage}" if peak.phase == "train" else "the rollout phase"
     share = peak.total / limit
     text = f"{_gib(peak.total)} of {_gib(limit)} ({share:.0%}) of a {plan.gpu.name}, in {phase}"
+    highest = _gib(plan.highest_bytes)
     if plan.fits:
-        highest = max(part.span[1] for part in plan.parts)
-        range_text = ""
-        if highest > limit:
-            range_text = f"; with the highest assumptions {_gib(highest)}, which does not fit"
-        return [f"FITS: at most {text}{range_text}"]
+        return [f"FITS: {text}, and {highest} with the highest assumptions"]
+    if plan.may_fit:
+        return [
+            f"MAY NOT FIT: {text}, but {highest} with the highest assumptions, which does not fit",
+            *(f"  to be sure, change {advice}" for advice in _advice(plan)),
+        ]
     return [f"DOES NOT FIT: {text}", *(f"  change {advice}" for advice in _advice(plan))]
 
 
@@ -233,7 +235,7 @@ def _compared_row(plan: Plan) -> str:
         _gib(max(stage.total for stage in plan.stages)),
         "-" if plan.rollout is None else _gib(plan.rollout.total),
         _gib(total_bytes(head_items)),
-        "yes   " if plan.fits else "no   ",
+        f"{_fit(plan):<6}",
     ]
     for name in _COMPARED_PHASES.values():
         seconds = [phase.seconds for phase in plan.phases if phase.name.startswith(name)]
@@ -253,7 +255,10 @@ def render_search(plans: Sequence[Plan], current: Plan) -> str:
     if best.fits:
         lines.append(_overrides(best))
     else:
-        lines.append("no layout fits: raise resources.nodes or lower batch.tokens_per_microbatch")
+        lines.append(
+            "no layout fits with the highest assumptions: raise resources.nodes or lower "
+            "batch.tokens_per_microbatch"
+        )
     return "\n".join(lines)
 
 
@@ -274,11 +279,17 @@ def _search_row(plan: Plan) -> str:
     layout = plan.layout
     granularity = plan.config.parallel.recompute.granularity
     budget = plan.config.batch.tokens_per_microbatch
-    fits = "yes" if plan.fits else "no"
     return (
         f"{layout.tp:4d}{layout.pp:4d}{layout.ep:4d}{layout.dp:5d}  {granularity:<9}"
-        f"{budget:8d}{_gib(plan.peak.total):>9}  {fits:<4}{plan.step_s:10.1f}"
+        f"{budget:8d}{_gib(plan.peak.total):>9}  {_fit(plan):<6}{plan.step_s:8.1f}"
     )
+
+
+def _fit(plan: Plan) -> str:
+    """`yes`, `maybe` (not with the highest assumptions) or `no`."""
+    if plan.fits:
+        return "yes"
+    return "maybe" if plan.may_fit else "no"
 
 
 # ----------------------------------------------------------------------------------------- numbers

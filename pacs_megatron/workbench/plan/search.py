@@ -20,7 +20,8 @@ _COMPARED_GPUS = ("h100", "h200")
 
 
 def search_layouts(plan: Plan) -> list[Plan]:
-    """Plans of all valid layouts on the same GPUs: first those that fit, then by step time.
+    """Plans of all valid layouts on the same GPUs: first those that fit with the highest
+    assumptions, then those that may fit, each by step time.
 
     Raises ConfigError without GPUs.
     """
@@ -29,7 +30,11 @@ def search_layouts(plan: Plan) -> list[Plan]:
             "plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu"
         )
     plans = [plan_of(config, plan.spec) for config in _candidates(plan)]
-    return sorted(plans, key=lambda candidate: (not candidate.fits, candidate.step_s))
+    return sorted(plans, key=_rank)
+
+
+def _rank(plan: Plan) -> tuple[bool, bool, float]:
+    return not plan.fits, not plan.may_fit, plan.step_s
 
 
 def _candidates(plan: Plan) -> Iterator[RunConfig]:

@@ -183,8 +183,9 @@ def _plan(plan: Plan | None) -> Iterator[Check]:
         f"{peak_bytes / GIB:.1f} GiB of {plan.gpu.memory_gib} GiB on a {plan.gpu.name} "
         f"({share:.0%}), planned"
     )
-    if plan.fits:
-        yield judged("resources.gpu", share <= _FULL_FRAC, message, otherwise="warn")
+    if plan.may_fit:
+        is_safe = plan.fits and share <= _FULL_FRAC
+        yield judged("resources.gpu", is_safe, message, otherwise="warn")
     else:
         fix = "`pacs-megatron plan` lists what to change"
         yield Check("fail", "resources.gpu", f"does not fit: {message}", fix)

@@ -34,7 +34,7 @@ _SMALL = 0.01
 def trace_plan(
     config_path: Path, overrides: Sequence[str], *, local_layers: bool = False
 ) -> tuple[str, ExitCode]:
-    """The text to print, and OK if the run fits.
+    """The text to print, and OK if the run fits or may fit.
 
     Args:
         config_path: of the run.
@@ -55,7 +55,7 @@ def trace_plan(
     for estimate in estimates:
         lines.append("")
         lines.extend(_estimate_lines(plan, estimate))
-    return "\n".join(lines), ExitCode.OK if traced.fits else ExitCode.MISCONFIGURED
+    return "\n".join(lines), ExitCode.OK if traced.may_fit else ExitCode.MISCONFIGURED
 
 
 def _check(loaded: LoadedConfig, plan: Plan, *, local_layers: bool) -> None:

@@ -80,11 +80,20 @@ def test_known_names() -> None:
     assert find_spec("someone/else") is None
 
 
+MAY_NOT_FIT = {
+    "grpo-qwen3-4b-1n8g-tp1",
+    "pacs-qwen3-4b-1n8g-tp1",
+    "pacs-qwen3-30b-a3b-4n8g-ep8",
+}
+"""shipped runs that exceed an H100 with the highest assumptions"""
+
+
 @pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
 def test_shipped_configs_plan_and_fit(path: Path) -> None:
     loaded = load_config(path)
     plan = make_plan(loaded)
-    assert plan.fits
+    assert plan.may_fit
+    assert plan.fits == (path.stem not in MAY_NOT_FIT)
     assert plan.peak.total > 0.3 * GPUS["h100"].memory_gib * GIB  # else the layout wastes GPUs
     resources = loaded.config.resources
     parallel = loaded.config.parallel
@@ -116,7 +125,8 @@ def test_the_h200_include_fits_every_shipped_config(path: Path, tmp_path: Path) 
     both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200.yaml'}]\n")
     plan = make_plan(load_config(both))
     assert plan.gpu is not None and plan.gpu.name == "h200"
-    assert plan.fits
+    assert plan.may_fit  # experts without recomputation exceed it at twice the mean load
+    assert plan.fits or plan.spec.moe is not None
     assert plan.config.parallel.recompute.granularity == "none"
     assert plan.step_s < make_plan(load_config(path)).step_s
 
@@ -142,7 +152,7 @@ def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_p
         both = tmp_path / "both.yaml"
         both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200-groups.yaml'}]\n")
         plan = make_plan(load_config(both))
-        assert plan.fits and timing.keeps_groups_together(plan.config, plan.lengths)
+        assert plan.may_fit and timing.keeps_groups_together(plan.config, plan.lengths)
 
 
 def test_the_search_finds_a_token_budget_for_whole_groups() -> None:
@@ -206,7 +216,9 @@ def test_compare_prints_h100_and_h200_side_by_side(path: Path) -> None:
     assert plan.rollout is not None
     assert mine["train"] == f"{max(stage.total for stage in plan.stages) / GIB:.1f}"
     assert mine["servers"] == f"{plan.rollout.total / GIB:.1f}"
-    assert mine["step"] == f"{plan.step_s:.1f}" and mine["fits"] == ("yes" if plan.fits else "no")
+    assert mine["step"] == f"{plan.step_s:.1f}" and mine["fits"] == (
+        "yes" if plan.fits else "maybe"
+    )
     assert float(mine["sync"]) == pytest.approx(
         next(phase.seconds for phase in plan.phases if "sync" in phase.name), abs=0.06
     )
@@ -244,7 +256,7 @@ def test_the_command_needs_no_torch() -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "False"
-    assert "FITS: at most" in done.stdout
+    assert "FITS: " in done.stdout
 
 
 def test_a_plan_that_does_not_fit_names_what_to_change() -> None:
@@ -296,7 +308,43 @@ def test_advice_fits_what_is_too_large(config: str, overrides: list[str], advice
 def test_search_without_a_layout_that_fits() -> None:
     huge = ["batch.tokens_per_microbatch=4000000"]
     text, fits = run_plan(BIG, huge, search=True)
-    assert not fits and "no layout fits: raise resources.nodes" in text
+    assert not fits and "no layout fits with the highest assumptions: raise" in text
+
+
+def test_a_run_that_fits_only_with_average_assumptions() -> None:
+    """30B-A3B with full recomputation: 73 GiB of an H100's 79, and more if one rank's experts have
+    twice the mean load.
+    """
+    path = ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml"
+    plan = make_plan(load_config(path))
+    assert plan.may_fit and not plan.fits
+    text, is_planned = run_plan(path, [])
+    assert is_planned
+    assert "\nMAY NOT FIT: " in text and f"but {plan.highest_bytes / GIB:5.1f} GiB" in text
+
+    found = search_layouts(plan)
+    assert plan.gpu is not None
+    assert found[0].fits and found[0].highest_bytes <= plan.gpu.memory_bytes
+    kinds = [(each.fits, each.may_fit) for each in found]
+    assert kinds == sorted(kinds, reverse=True)
+
+
+def test_the_imbalance_of_experts_is_in_the_range() -> None:
+    """Twice the mean load: an expert's copies of 1.3 and 2 times the tokens, by hand.
+
+    Of each of 8 copies of a token: its input (2048), and three halves of the MLP (768), in bf16.
+    """
+    plan = make_plan(
+        load_config(
+            ROOT / "configs" / "runs" / "grpo-qwen3-30b-a3b-4n8g-ep8.yaml",
+            ["parallel.recompute.granularity=full"],
+        )
+    )
+    [item] = [each for each in plan.stages[0].items if each.name == "layers being recomputed"]
+    budget = plan.config.batch.tokens_per_microbatch
+    copies = 8 / plan.layout.tp * (2048 + 3 * 768) * 2 * budget
+    assert item.num_bytes * (item.span[1] - 1) == pytest.approx(0.7 * copies)
+    assert item.num_bytes * (1 - item.span[0]) == pytest.approx(0.25 * copies)
 
 
 def test_the_pipeline_bubble_uses_the_given_lengths() -> None:
@@ -316,7 +364,10 @@ def test_a_plan_prints_a_range_that_does_not_fit(tmp_path: Path, gpus: str, is_t
     run = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
     both.write_text(f"include: [{run}, {ROOT / 'configs' / 'gpus' / gpus}.yaml]\n")
     text, fits = run_plan(both, [])
-    assert fits and ("highest assumptions 146.4 GiB, which does not fit" in text) == is_tight
+    assert (
+        fits
+        and ("but 146.4 GiB with the highest assumptions, which does not fit" in text) == is_tight
+    )
 
 
 def test_a_colocated_server_leaves_something_behind() -> None:
