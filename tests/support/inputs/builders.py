@@ -409,9 +409,10 @@ def a_lock_of_this_process(world: World) -> None:
 
 
 def the_record_of_an_earlier_run(world: World, overrides: tuple[str, ...] = ()) -> None:
-    """The configuration in the run's folder is of a run with `overrides`."""
+    """The run's folder has a checkpoint and the configuration of a run with `overrides`."""
     text = load_config(world.run, list(overrides)).to_yaml()
     _text(world.folder / "runs/tiny/config.yaml", text)
+    _text(world.folder / "runs/tiny/checkpoints/step_000001/manifest.json", "{}")
 
 
 def the_configuration_of_another_world(world: World) -> None:
