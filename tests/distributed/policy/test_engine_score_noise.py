@@ -69,12 +69,12 @@ def test_injected_noise_is_found(model: Path, layout: str, monkeypatch: pytest.M
         exact = schedule.forward
         seed = iter(range(100))
 
-        def noisy(*args: Any, **options: Any) -> list[torch.Tensor]:
+        def noisy(*args: Any, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
             place = 10 * policy.rank.dp + parallel_state.get_context_parallel_rank()
             generator = torch.Generator().manual_seed(100 * place + next(seed))
             return [
-                logprobs + SIGMA * torch.randn(logprobs.shape, generator=generator)
-                for logprobs in exact(*args, **options)
+                (logprobs + SIGMA * torch.randn(logprobs.shape, generator=generator), entropies)
+                for logprobs, entropies in exact(*args, **options)
             ]
 
         monkeypatch.setattr(schedule, "forward", noisy)

@@ -345,7 +345,12 @@ CHANGED: dict[str, Changed] = {
             "parallel": {"ep": 2, "distributed_optimizer": True},
         },
         later={
-            "objective": {"lam": 0.5, "value_clip": 0.05, "critic": {"lr": 1e-3}},
+            "objective": {
+                "lam": 0.5,
+                "value_clip": 0.05,
+                "value_coef": 1.0,
+                "critic": {"lr": 1e-3},
+            },
             "optimizer": OPTIMIZER,
         },
         family="qwen3_moe",
