@@ -353,8 +353,8 @@ def _compare_probes(deviations: Deviations, folder: Path) -> None:
         is_loss = place.endswith("loss")
         name = "loss at drawn log-probs" if is_loss else "derivative at drawn log-probs"
         largest = float(np.abs(values).max())
-        # Where a whole sample has no derivative, that of the reference is 0 only up to rounding.
-        scale = largest + (1e-3 if is_loss else 1e-6)
+        # Where a sample's advantage nearly cancels, rounding of rewards near 1 is all that differs.
+        scale = largest + (1e-3 if is_loss else 1e-5)
         deviations.check(name, place, found[place], values, scale)
 
 

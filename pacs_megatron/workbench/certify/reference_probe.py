@@ -105,7 +105,8 @@ def draw(
         index: number of the update in its step.
         kind: `near`: log-ratios of a usual update; `far`: some are beyond every limit.
         labels: `drawn`, or all samples are `correct` or `incorrect`.
-        has_far_reference: whether the frozen reference is far away too.
+        has_far_reference: whether the frozen reference is far away too; False: it is near the
+            step's start.
     """
     sizes = rng.integers(2, 6, NUM_GROUPS)
     groups = np.repeat(np.arange(NUM_GROUPS), sizes)
@@ -125,6 +126,11 @@ def draw(
     logprobs = -rng.exponential(1.0, num_tokens)
     moved = _log_ratios(rng, lens, is_far=is_far) if index else np.zeros(num_tokens)
     starts = logprobs - moved
+    # The KL of a reward is that of the start, the KL of a loss that of the policy.
+    if has_far_reference:
+        references = logprobs + _log_ratios(rng, lens, is_far=is_far)
+    else:
+        references = starts + _log_ratios(rng, lens, is_far=False)
     return Probe(
         name=f"update {index + 1}, {kind}, labels {labels}",
         index=index,
@@ -134,7 +140,7 @@ def draw(
         lens=lens,
         logprobs=logprobs,
         starts=starts,
-        references=logprobs + _log_ratios(rng, lens, is_far=is_far and has_far_reference),
+        references=references,
         samplers=starts - 8 * _log_ratios(rng, lens, is_far=False),
         entropies=rng.exponential(1.0, num_tokens),
         advantages=rng.normal(0, 1.0, num_tokens),
