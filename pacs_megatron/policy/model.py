@@ -366,7 +366,7 @@ def transformer_config(
     Raises:
         ConfigError: if Transformer Engine or Megatron-Core does not support the options.
     """
-    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    dtype = precision.weight_dtype(options)
     arguments: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,

@@ -32,8 +32,8 @@ _FP8_NEEDS: dict[str, tuple[Version, Version, Version]] = {
     "blockwise": ((2, 3), (9, 0), (12, 9)),
 }
 """FP8 recipe -> oldest Transformer Engine, compute capability and CUDA"""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""`precision.dtype`, `exp_avg_dtype` and `exp_avg_sq_dtype` -> type of weights and moments"""
+_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""`exp_avg_dtype` and `exp_avg_sq_dtype` -> type of Adam's moments"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +135,11 @@ def _check_fp8(fp8: Fp8Options, machine: Machine) -> None:
             )
 
 
+def weight_dtype(options: PrecisionOptions) -> torch.dtype:
+    """The type of the weights."""
+    return torch.bfloat16 if options.dtype == "bf16" else torch.float32
+
+
 def describe(options: PrecisionOptions, machine: Machine) -> str:
     """One line for the log: the layers and optimizer in use, and missing packages."""
     fp8 = "off"
@@ -144,7 +149,7 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
     if machine.cuda:
         used = f"{_layers(options, machine)}, {_adam(machine)}"
         is_local = not _has_transformer_layers(options, machine)
-        if is_local and _has_gradient_fusion(_DTYPES[options.dtype], machine):
+        if is_local and _has_gradient_fusion(weight_dtype(options), machine):
             used += ", fused weight gradients of NVIDIA Apex"
     else:
         used = "local layers, torch AdamW"
@@ -157,7 +162,7 @@ def describe(options: PrecisionOptions, machine: Machine) -> str:
 
 
 def _has_transformer_layers(options: PrecisionOptions, machine: Machine) -> bool:
-    return uses_transformer_engine(_DTYPES[options.dtype], machine)
+    return uses_transformer_engine(weight_dtype(options), machine)
 
 
 def _layers(options: PrecisionOptions, machine: Machine) -> str:
@@ -193,7 +198,7 @@ def _missing(machine: Machine) -> list[str]:
 
 def megatron_arguments(options: PrecisionOptions, machine: Machine) -> dict[str, Any]:
     """Keyword arguments of TransformerConfig for this precision on this machine."""
-    dtype = _DTYPES[options.dtype]
+    dtype = weight_dtype(options)
     has_te = uses_transformer_engine(dtype, machine)
     arguments: dict[str, Any] = {
         "params_dtype": dtype,
@@ -246,7 +251,7 @@ def megatron_options(
     """
     values = {name: value for name, value in options.model_dump().items() if value is not None}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        values[name] = _DTYPES[values[name]]
+        values[name] = _MOMENT_DTYPES[values[name]]
     overlap = values.setdefault("overlap_grad_reduce", machine.cuda)
     values.setdefault("overlap_param_gather", overlap)
     values.setdefault("gradient_accumulation_fusion", _has_gradient_fusion(dtype, machine))
