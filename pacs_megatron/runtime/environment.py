@@ -221,16 +221,21 @@ def job_port(job_id: str) -> int:
     return 20000 + int(job_id) % 12000
 
 
-def check_secret(name: str) -> None:
+def check_secret(name: str, key: str | None = None) -> None:
     """Checks that an HTTP header can contain the value of the variable `name`, if it is set.
+
+    Args:
+        name: of the environment variable.
+        key: the configuration key that names the variable, for the error.
 
     Raises:
         ConfigError: The value has a line end, a space or another such character; it is not printed.
     """
     value = os.environ.get(name, "")
     if not all("!" <= character <= "~" for character in value):
+        where = name if key is None else f"{key}={name}"
         raise ConfigError(
-            f"{name} contains a line end, a space or another character that is not allowed in a "
+            f"{where} contains a line end, a space or another character that is not allowed in a "
             "token; export it without"
         )
 

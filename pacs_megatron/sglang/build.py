@@ -32,7 +32,7 @@ def api_key(options: SglangRollout) -> str | None:
         raise ConfigError(
             f"rollout.api_key_env={options.api_key_env}: this environment variable is not set"
         )
-    check_secret(options.api_key_env)
+    check_secret(options.api_key_env, key="rollout.api_key_env")
     return key
 
 

@@ -1,4 +1,5 @@
-"""Every command of docs/operations.md runs, or has a mark: it needs a network, a cluster or a GPU.
+"""Every command of docs/operations.md runs, or has a mark: it needs a network, a cluster,
+Transformer Engine or a GPU.
 
 MARKED lists the commands that may have each mark. Of marked commands the tests check options,
 files, and the sizes that must agree with the configuration.
@@ -39,6 +40,8 @@ MARKED = {
     r"(fetch|data preview) ",
     # The site's own file, its queue, its shared folders.
     "cluster": r"cp |export |pacs-megatron (preflight .* --cluster|cancel) ",
+    # Transformer Engine, but no GPU.
+    "TE": r"pacs-megatron plan .* --trace$",
     "GPU": r"sbatch |pacs-megatron (submit (?!.*--dry-run)|eval )",
 }
 """mark -> pattern of the commands that may have it."""

@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pacs_megatron.runtime.processes import die_with_parent
 from pacs_megatron.workbench.trace.guard import install_guard, load_guard
 
 
@@ -44,6 +45,7 @@ class TraceRequest:
 
 def main() -> int:
     """Traces the request of the first argument."""
+    die_with_parent()
     request = TraceRequest(**json.loads(sys.argv[1]))
     # Megatron and Transformer Engine compile fused functions; dynamo would meet another fake mode.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

@@ -263,7 +263,7 @@ def test_a_key_that_no_header_can_carry_is_named_and_not_shown(
 ) -> None:
     monkeypatch.setattr(os, "environ", {"ROLLOUT_KEY": key})
     with pytest.raises(
-        ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY: the key contains a space"
+        ConfigError, match=r"rollout\.api_key_env=ROLLOUT_KEY contains a line end, a space"
     ) as caught:
         sglang.api_key(options(api_key_env="ROLLOUT_KEY"))
     assert "same" not in str(caught.value)
