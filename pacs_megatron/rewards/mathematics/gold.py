@@ -63,12 +63,15 @@ def _natural(answer: Answer) -> str | None:
         number = value(answer.node)
     except NoValueError:
         return None
-    if not isinstance(number, Fraction) or number.denominator.bit_length() > _MAX_BITS:
+    if not isinstance(number, Fraction):
         return None
-    if number.denominator == 1 and number.numerator.bit_length() <= _MAX_BITS:
+    if max(number.numerator.bit_length(), number.denominator.bit_length()) > _MAX_BITS:
+        return None
+    if number.denominator == 1:
         return str(number)
     sign = "-" if number < 0 else ""
     return rf"{sign}\frac{{{abs(number.numerator)}}}{{{number.denominator}}}"
 
 
 _MAX_BITS = 200
+"""A longer number, such as 2^{4950}, has no natural spelling but its own."""
