@@ -16,6 +16,7 @@ from pacs_megatron.workbench.compare.compare import THRESHOLDS, Method, Run, Run
 _CURVES = (
     ("reward/mean", "reward", "mean over samples"),
     ("policy/entropy", "entropy", "nats a token"),
+    ("policy/entropy_step_start", "entropy at the step's start", "nats a token, all responses"),
     ("optimizer/grad_norm", "gradient norm", "before clipping"),
     ("response/len_mean", "response length", "tokens"),
 )

@@ -48,6 +48,7 @@ def test_the_values_of_the_document(method: str, size: str, steps: int) -> None:
     )
     assert config.reward is not None and config.reward.model_dump()["label_rule"] == "authors"
     assert config.admission.truncated == "judge"
+    assert config.logging.step_start_entropy  # figure 5(a)
     assert not layout_problems(config, ranks_to_start(config))
     objective = config.objective.model_dump()
     wanted = {

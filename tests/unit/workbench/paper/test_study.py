@@ -75,9 +75,10 @@ class Commands:
             made.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
         (folder / "config.yaml").write_text(loaded.to_yaml())
-        (folder / "metrics.jsonl").write_text(
-            '{"step": 1, "reward/mean": 0.5, "policy/entropy": 0.3}\n'
-        )
+        row = {"step": 1, "reward/mean": 0.5, "policy/entropy": 0.3}
+        if loaded.config.logging.step_start_entropy:
+            row["policy/entropy_step_start"] = 0.4
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         (folder / "exit_code").write_text("0\n")
 
     def eval(self, words: list[str]) -> None:
@@ -150,7 +151,9 @@ def test_the_laptop_runs_each_node_once_and_prints_the_same_again(
     assert len(commands.called) == count
     assert capsys.readouterr().out.partition("\ntable2")[2] == tables
     check_figures(tmp_path)
-    assert "<svg" in (tmp_path / "figure5-tiny.html").read_text()
+    # Figure 5(a): every method logs the entropy of all responses at the step's start.
+    curves = (tmp_path / "figure5-tiny.html").read_text()
+    assert "entropy at the step&#x27;s start: pacs 0.4, grpo 0.4, ppo 0.4" in curves
     panels = (tmp_path / "figure5-tiny-pca.html").read_text()
     assert panels.count("<svg") == PROBLEMS and "PACS" not in panels
     # Two seeds of three responses each; only PACS and GRPO are overlaid.
