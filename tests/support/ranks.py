@@ -4,6 +4,7 @@ limit.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -155,6 +156,9 @@ def _child_main(
     pipe: int,
 ) -> NoReturn:
     """Never returns into pytest: every outcome ends in os._exit."""
+    # The parent's objects are never collected here: the destructor of a gloo group of the parent
+    # would wait for its threads, which a fork does not have.
+    gc.freeze()
     signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's alarm belongs to the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.environ.update(
