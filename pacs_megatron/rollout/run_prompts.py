@@ -36,7 +36,9 @@ class RunPrompts:
     """Training data, benchmarks, and the notices about them."""
 
     def __init__(self, config: RunConfig, run_dir: Path, model_dir: Path, tokenizer: Any) -> None:
-        """Loads the data and writes `prompts.json`.
+        """Loads the data, and writes `prompts.json` if the run has none.
+
+        `load_position` writes it again: an attempt with other data changes nothing.
 
         Args:
             config: of the run.
@@ -58,8 +60,10 @@ class RunPrompts:
 
         record = {"time": now.isoformat(), "notices": self.notices}
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        content = text.encode("utf-8", "backslashreplace")
-        write_atomically(run_dir / PROMPTS_FILE, [content])
+        self._content = text.encode("utf-8", "backslashreplace")
+        self._file = run_dir / PROMPTS_FILE
+        if not is_file(self._file) or not any(run_dir.glob("checkpoints/*/manifest.json")):
+            write_atomically(self._file, [self._content])
 
         self._digests: dict[str, Any] = {
             _REWARD: reward_digest(config),
@@ -78,6 +82,7 @@ class RunPrompts:
         Raises CheckpointError if it belongs to other data.
         """
         self.train.order.load_state_dict(saved)
+        write_atomically(self._file, [self._content])
         lines = []
         if self.has_other_reward(saved):
             lines.append(
