@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,22 @@ def test_the_fused_weight_gradient_is_the_gradient(
     np.testing.assert_allclose(of_apex["grad_norms"], plain["grad_norms"], rtol=2e-2)
 
 
-def test_the_stand_ins_adam_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both modes, with decay and without bias correction too, over ten steps."""
+@pytest.fixture
+def apex_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in as `apex`; after the test this process has no Apex again."""
     monkeypatch.syspath_prepend(str(ROOT / "tests/support/apex_stand_in"))
+    before = set(sys.modules)
+    yield
+
+    # Not by monkeypatch, which would put the modules back.
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("apex", "amp_C"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("apex_importable")
+def test_the_stand_ins_adam_is_torchs() -> None:
+    """Both modes, with decay and without bias correction too, over ten steps."""
     from apex.optimizers import FusedAdam
 
     for mode, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
@@ -120,5 +134,3 @@ def test_the_stand_ins_adam_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
             plain.step()
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
-    for name in ("apex", "apex.optimizers", "apex.multi_tensor_apply", "amp_C"):
-        monkeypatch.delitem(sys.modules, name)
