@@ -108,16 +108,19 @@ class Kernels:
         return rest[2]  # the bias
 
     # -------------------------------------------------------------------------------- attention
-    def get_fused_attn_backend(self, *_args: Any) -> Any:
+    def get_fused_attn_backend(self, *args: Any) -> Any:
         import transformer_engine_torch as tex
 
-        return tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+        backend = tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+        if len(args) == 1:  # from Transformer Engine 2.20 on: one object, and a message beside
+            return backend, ""
+        return backend
 
     def fused_attn_fwd(
         self, max_q: int, _max_kv: int, training: bool, *rest: Any, **_o: Any
     ) -> Any:
-        """Arguments by position as in Transformer Engine 2.11, from `attn_scale` on in `rest`."""
-        bounds_q, bounds_kv, q, k, v = rest[8:13]
+        """`rest` has options, whose number depends on the version, and then the tensors."""
+        bounds_q, bounds_kv, q, k, v = _leading_tensors(rest, 5)
         self._check("fused_attn_fwd", bounds_q, bounds_kv, q, k, v)
         out = self._new("fused_attn_fwd", (*q.shape[:-1], v.shape[-1]), q.dtype)
         self._work("fused_attn_fwd", self._attention_flops(max_q, q, bounds_q), q, k, v, out)
@@ -129,7 +132,7 @@ class Kernels:
         return [out, statistics, state]
 
     def fused_attn_bwd(self, max_q: int, _max_kv: int, *rest: Any, **_options: Any) -> Any:
-        bounds_q, bounds_kv, q, k, v, out, of_out = rest[9:16]
+        bounds_q, bounds_kv, q, k, v, out, of_out = _leading_tensors(rest, 7)
         self._check("fused_attn_bwd", bounds_q, bounds_kv, q, k, v, out, of_out)
         flops = _FLOPS_OF_BACKWARD * self._attention_flops(max_q, q, bounds_q)
         self._work("fused_attn_bwd", flops, q, k, v, out, of_out)
@@ -259,6 +262,11 @@ def _data_ptr(self: FakeTensor) -> int:
 def _without_fp8(quantizer: Any) -> None:
     if quantizer is not None:
         raise NotImplementedError("fake CUDA has no quantizers of Transformer Engine yet")
+
+
+def _leading_tensors(args: Sequence[Any], count: int) -> list[Any]:
+    """The first `count` tensors among the arguments."""
+    return [value for value in args if isinstance(value, torch.Tensor)][:count]
 
 
 def _matrix(tensor: Any) -> tuple[int, int]:
