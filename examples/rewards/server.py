@@ -17,8 +17,8 @@ KEY = os.environ.get("JUDGE_KEY")
 """Expected key; without one every client of the host is served"""
 
 
-def judge(sample: dict[str, str]) -> float:
-    """`sample` has prompt_id, problem, prompt, answer and response."""
+def judge(sample: dict[str, Any]) -> float:
+    """`sample` has prompt_id, problem, prompt, answer, response, and the map extra."""
     is_right = f"\\boxed{{{sample['answer']}}}" in sample["response"]
     if not is_right:
         return 0.0

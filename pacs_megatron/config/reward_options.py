@@ -155,7 +155,9 @@ class CustomReward(RewardWorkerOptions):
     """Reward function: see `math`."""
 
     function: Line
-    """`module:function` or `path/to/file.py:function`, called as f(prompt, response) -> float."""
+    """`module:function` or `path/to/file.py:function`, called as f(sample) -> float
+    (docs/rewards.md#custom).
+    """
 
 
 SingleReward = MathReward | ArithmeticReward | FormatReward | CodeReward | HttpReward | CustomReward

@@ -248,7 +248,11 @@ class ColumnOptions(Options):
     """Column names of a data set."""
 
     problem: Line
-    """Column of the problem's text."""
+    """Column of the problem: a text, or a conversation of one user's turn.
+
+    A name with dots is a place inside a column, such as `reward_model.ground_truth` or
+    `messages.0.content`; also in `answer`, `solution`, `extra_columns` and `where`.
+    """
 
     answer: Line
     """Column of the reference answer."""
@@ -340,6 +344,9 @@ class DatasetOptions(Options):
 
     columns: ColumnOptions | None = None
     """Column names, in place of `preset`."""
+
+    extra_columns: tuple[Line, ...] = Field(default=(), strict=False)
+    """Further columns for the reward function (`sample.extra`) and the rollout files."""
 
     where: dict[Line, RowCondition] = Field(default_factory=dict)
     """Column -> its values in the rows to use, such as `contest_date: {min: 2024-07-01}`. A row is

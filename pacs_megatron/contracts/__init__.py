@@ -5,6 +5,7 @@ Megatron.
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.objective_data import Prepared, TokenRecord, UpdateReport
 from pacs_megatron.contracts.protocols import RewardFn, WeightReceiver
+from pacs_megatron.contracts.reward_sample import RewardSample, Turn
 from pacs_megatron.contracts.samples import (
     Group,
     Judgement,
@@ -33,6 +34,7 @@ __all__ = [
     "Prepared",
     "Prompt",
     "RewardFn",
+    "RewardSample",
     "Sample",
     "SampleFacts",
     "SampleRequest",
@@ -41,6 +43,7 @@ __all__ = [
     "Stop",
     "TokenBuffers",
     "TokenRecord",
+    "Turn",
     "UpdateReport",
     "WeightReceiver",
 ]

@@ -1,7 +1,7 @@
 """Prompts, requests, samples and groups."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -40,6 +40,8 @@ class Prompt:
     """A demonstration (used by `sft`)."""
     source: str = ""
     """Data set name."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row for the reward function: column -> JSON value."""
 
 
 class Judgement(NamedTuple):

@@ -8,8 +8,8 @@ import math
 import pickle
 import re
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions
@@ -38,6 +38,10 @@ class Problem:
     """The reference answer, in the form that the reward function reads"""
     solution: str | None
     """A demonstration, for `sft`"""
+    system: str | None = None
+    """The system message of the row, if its problem is a conversation"""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns for the reward function: column -> JSON value"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Columns:
     """The solution of the solution column's text; None if it has none"""
     read: Callable[[DataRow], dict[str, str]] | None = None
     """Makes the named columns from a row that has others."""
+    extra: tuple[str, ...] = ()
+    """Further columns for the reward function"""
 
 
 def _gsm8k_answer(text: str) -> str | None:
@@ -195,11 +201,11 @@ PRESETS: dict[str, Columns] = {
 def columns_of(options: DatasetOptions) -> Columns:
     """The columns of the preset or of the configuration, which has exactly one of them."""
     if options.preset is not None:
-        return PRESETS[options.preset]
+        return replace(PRESETS[options.preset], extra=options.extra_columns)
     names = options.columns
     assert names is not None
     solution = () if names.solution is None else (names.solution,)
-    return Columns((names.problem,), (names.answer,), solution)
+    return Columns((names.problem,), (names.answer,), solution, extra=options.extra_columns)
 
 
 def problem_of(row: DataRow, columns: Columns) -> Problem:
@@ -212,39 +218,95 @@ def problem_of(row: DataRow, columns: Columns) -> Problem:
     Raises:
         DataError: A field is missing, empty or of the wrong type, with row and column.
     """
+    extra = {name: _json_value(row, name) for name in columns.extra}
     if columns.read is not None:
         row = replace(row, values=columns.read(row))
 
     problem_column = _column(row, columns.problem)
-    problem = row.values[problem_column]
+    system, problem = _turns(row, problem_column)
     if not isinstance(problem, str) or not problem.strip() or len(problem) > _MAX_PROBLEM_CHARS:
         raise row.wrong(
-            problem_column, f"the problem's text, at most {_MAX_PROBLEM_CHARS} characters"
+            problem_column,
+            f"the problem's text, at most {_MAX_PROBLEM_CHARS} characters, or a conversation "
+            "[{role: user, content: the problem}] with a system message before it or none",
         )
 
     answer_column = _column(row, columns.answer)
     answer = columns.extract(_answer_text(row, answer_column))
     if answer is None:
         raise row.wrong(answer_column, "'#### <number>' last")
-    return Problem(problem=problem, answer=answer, solution=_solution(row, columns))
+    return Problem(
+        problem=problem,
+        answer=answer,
+        solution=_solution(row, columns),
+        system=system,
+        extra=extra,
+    )
+
+
+def _turns(row: DataRow, column: str) -> tuple[str | None, Any]:
+    """The system message and the problem: a text, or a conversation of one user's turn.
+
+    The problem is None if the conversation is another one.
+    """
+    value = row.get(column)
+    if not isinstance(value, list):
+        return None, value
+
+    messages = []
+    for message in value:
+        if not isinstance(message, Mapping):
+            return None, None
+        messages.append((message.get("role"), message.get("content")))
+    match messages:
+        case [("user", problem)]:
+            return None, problem
+        case [("system", str(system)), ("user", problem)] if len(system) <= _MAX_PROBLEM_CHARS:
+            return system, problem
+    return None, None
+
+
+def _json_value(row: DataRow, column: str) -> Any:
+    """The value of a further column. Raises DataError if JSON cannot contain it."""
+    if not row.has(column):
+        raise DataError(
+            f"{row.where}: no column {column!r} of `extra_columns`, it has {row.names()}; correct "
+            "`extra_columns`"
+        )
+    value = row.get(column)
+    if not _is_json(value):
+        raise row.wrong(column, "text, a finite number, true, false, null, or lists and maps of it")
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    match value:
+        case None | str() | bool() | int():
+            return True
+        case float():
+            return math.isfinite(value)
+        case list():
+            return all(map(_is_json, value))
+        case dict():
+            return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+    return False
 
 
 def _column(row: DataRow, names: tuple[str, ...]) -> str:
     """The first of `names` that is a column of the row. Raises DataError if none is."""
     for name in names:
-        if name in row.values:
+        if row.has(name):
             return name
     expected = " or ".join(map(repr, names))
-    columns = ", ".join(map(repr, row.values)) or "none"
     raise DataError(
-        f"{row.where}: no column {expected}, it has {columns}; choose another preset or name the "
-        "columns"
+        f"{row.where}: no column {expected}, it has {row.names()}; choose another preset or name "
+        "the columns"
     )
 
 
 def _answer_text(row: DataRow, name: str) -> str:
     """Answers are text or numbers; 142.0 is 142."""
-    value = row.values[name]
+    value = row.get(name)
     match value:
         case str() if value.strip():
             return value.strip()
@@ -261,7 +323,7 @@ def _solution(row: DataRow, columns: Columns) -> str | None:
     None if the data set has no solutions, or the row an empty one, as many rows of DeepScaleR.
     """
     for name in columns.solution:
-        value = row.values.get(name)
+        value = row.get(name)
         if value is None:
             continue
         if not isinstance(value, str):

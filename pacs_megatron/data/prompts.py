@@ -5,6 +5,7 @@ cannot close a turn. A solution has the tokens that the policy itself would samp
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -213,7 +214,8 @@ class _Loading:
         """Renders and encodes rows."""
         suffix = f" {self.data.prompt_suffix}" if self.data.prompt_suffix else ""
         contents = [as_plain_text(row.problem, self.controls) + suffix for _, row in rows]
-        texts = self._render(contents)
+        systems = [self._system(prompt_id, row.system) for prompt_id, row in rows]
+        texts = self._render(contents, systems)
         encoded = self._encode(texts)
         self._cut_created_tokens(rows, texts, encoded)
 
@@ -230,6 +232,7 @@ class _Loading:
                 problem=problem.problem,
                 answer=problem.answer,
                 solution=problem.solution,
+                extra=problem.extra,
             )
             kept.append((prompt, text))
         self.prompts += [prompt for prompt, _ in kept]
@@ -255,8 +258,19 @@ class _Loading:
             num_unclosed=self.num_unclosed,
         )
 
-    def _render(self, contents: Sequence[str]) -> list[str]:
-        rendered = render(contents, self.data, self.tokenizer, self.now)
+    def _system(self, prompt_id: str, text: str | None) -> str | None:
+        """The marked text of a row's own system message. Raises DataError for a second one."""
+        if text is None:
+            return None
+        if self.data.system_prompt is not None:
+            raise DataError(
+                f"{self.path}: prompt {prompt_id} has a system message, and data.system_prompt is "
+                "set too; remove data.system_prompt"
+            )
+        return as_plain_text(text, self.controls)
+
+    def _render(self, contents: Sequence[str], systems: Sequence[str | None]) -> list[str]:
+        rendered = render(contents, self.data, self.tokenizer, self.now, systems)
         self.prints_time = self.prints_time or rendered.prints_time
         return rendered.texts
 
@@ -294,8 +308,13 @@ class _Loading:
             return
 
         suffix = f" {self.data.prompt_suffix}" if self.data.prompt_suffix else ""
-        problems = [rows[number][1].problem for number in numbers]
-        cut_texts = self._render([as_letters(problem) + suffix for problem in problems])
+        contents = []
+        systems = []
+        for number in numbers:
+            problem = rows[number][1]
+            contents.append(as_letters(problem.problem) + suffix)
+            systems.append(None if problem.system is None else as_letters(problem.system))
+        cut_texts = self._render(contents, systems)
         for number, text, ids in zip(numbers, cut_texts, self._encode(cut_texts), strict=True):
             # Otherwise the template's own text creates them.
             if np.isin(ids, controls).sum() < np.isin(encoded[number], controls).sum():
@@ -395,7 +414,9 @@ def _check_problems_appear(prompts: Sequence[Prompt], tokenizer: Any) -> None:
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Digest of the fields that training uses of each prompt: id, tokens, answer, demonstration."""
+    """Digest of the fields that training uses of each prompt: id, tokens, answer, demonstration,
+    further columns.
+    """
     state = hashlib.blake2b(digest_size=16)
 
     def add(content: bytes) -> None:
@@ -407,6 +428,9 @@ def digest_of(prompts: Iterable[Prompt]) -> str:
         for text in (prompt.id, prompt.answer, prompt.solution or ""):
             add(text.encode("utf-8", "surrogatepass"))
         add(prompt.token_ids.tobytes())
+        # An id starts with no brace, so this is not the next prompt's id.
+        if prompt.extra:
+            add(json.dumps(prompt.extra, sort_keys=True).encode())
     return state.hexdigest()
 
 

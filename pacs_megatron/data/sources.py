@@ -36,6 +36,12 @@ _MAX_CELL_BYTES = 2**26
 _MAX_ARRAY_BYTES = 2**30
 """Maximum size of a .json file, which is read as a whole; a .jsonl file is read line by line."""
 _PARQUET_BATCH = 1024
+_MAX_NAMES = 30
+"""Columns that a message lists"""
+
+
+_MISSING = object()
+"""The value of a column that a row does not have"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +54,44 @@ class DataRow:
     choice_order: int = 0
     """number of the order of the choices of a multiple-choice problem"""
 
+    def has(self, column: str) -> bool:
+        """Whether the row has the column, or the place inside one (`get`)."""
+        return self._find(column) is not _MISSING
+
+    def get(self, column: str) -> Any:
+        """The value of a column, None if the row has none.
+
+        A name with dots is a place inside a column of maps and lists, such as
+        `reward_model.ground_truth` or `messages.0.content`, unless a column has that name.
+        """
+        value = self._find(column)
+        return None if value is _MISSING else value
+
+    def _find(self, column: str) -> Any:
+        if column in self.values:
+            return self.values[column]
+        value: Any = self.values
+        for part in column.split("."):
+            if isinstance(value, Mapping) and part in value:
+                value = value[part]
+            elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                return _MISSING
+        return value
+
+    def names(self) -> str:
+        """The columns for messages; of a column of maps also the places inside it."""
+        names = []
+        for column, value in self.values.items():
+            names.append(repr(column))
+            if isinstance(value, Mapping):
+                names += [repr(f"{column}.{part}") for part in value]
+        return ", ".join(names[:_MAX_NAMES]) or "none"
+
     def wrong(self, column: str, expected: str) -> DataError:
         """The error for a column with another value than `expected`."""
-        value = self.values.get(column)
+        value = self.get(column)
         is_empty = isinstance(value, str) and not value.strip()
         got = "empty" if is_empty else f"{shown(value)} ({type(value).__name__})"
         return DataError(
@@ -116,12 +157,11 @@ def matches(row: DataRow, where: Mapping[str, RowCondition]) -> bool:
 
 
 def _column_matches(row: DataRow, name: str, condition: RowCondition) -> bool:
-    if name not in row.values:
-        columns = ", ".join(map(repr, row.values)) or "none"
+    if not row.has(name):
         raise DataError(
-            f"{row.where}: no column {name!r} of `where`, it has {columns}; correct `where`"
+            f"{row.where}: no column {name!r} of `where`, it has {row.names()}; correct `where`"
         )
-    value = row.values[name]
+    value = row.get(name)
     if condition.one_of is not None:
         return any(type(value) is type(item) and value == item for item in condition.one_of)
 
@@ -134,7 +174,7 @@ def _column_matches(row: DataRow, name: str, condition: RowCondition) -> bool:
 
 def _day(row: DataRow, name: str) -> str:
     """The day of a date or time, as `2024-07-01`, which sorts as text."""
-    value = row.values[name]
+    value = row.get(name)
     with suppress(ValueError):
         if isinstance(value, str):
             value = datetime.fromisoformat(value.strip())
@@ -144,7 +184,7 @@ def _day(row: DataRow, name: str) -> str:
 
 
 def _number(row: DataRow, name: str) -> float:
-    value = row.values[name]
+    value = row.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         raise row.wrong(name, "a number, for `where`")

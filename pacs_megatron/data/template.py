@@ -30,7 +30,13 @@ class Rendered(NamedTuple):
     """Whether the texts depend on the time."""
 
 
-def render(contents: Sequence[str], data: DataOptions, tokenizer: Any, now: datetime) -> Rendered:
+def render(
+    contents: Sequence[str],
+    data: DataOptions,
+    tokenizer: Any,
+    now: datetime,
+    systems: Sequence[str | None] = (),
+) -> Rendered:
     """The text of each prompt, up to the start of the response.
 
     Args:
@@ -38,23 +44,25 @@ def render(contents: Sequence[str], data: DataOptions, tokenizer: Any, now: date
         data: System prompt and arguments of the template.
         tokenizer: From `load_tokenizer`.
         now: Time that the template prints.
+        systems: System message of each prompt, None for `data.system_prompt`; empty: all None.
 
     Raises:
         DataError: The template fails, or gives another text each time.
     """
-    system = []
-    if data.system_prompt is not None:
-        system = [{"role": "system", "content": data.system_prompt}]
+    conversations = []
+    for content, own_system in zip(contents, systems or [None] * len(contents), strict=True):
+        system = data.system_prompt if own_system is None else own_system
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        conversations.append([*messages, {"role": "user", "content": content}])
 
-    def text_of(content: str, time: datetime) -> str:
-        messages = [*system, {"role": "user", "content": content}]
+    def text_of(messages: Sequence[Mapping[str, str]], time: datetime) -> str:
         return _apply(messages, data.chat_template_args, tokenizer, time)
 
     def render_all() -> tuple[list[str], bool]:
-        texts = [text_of(content, now) for content in contents]
-        if text_of(contents[0], now) != texts[0]:
+        texts = [text_of(messages, now) for messages in conversations]
+        if text_of(conversations[0], now) != texts[0]:
             raise ValueError("it gives another text each time; remove its random parts")
-        return texts, text_of(contents[0], now + _LATER) != texts[0]
+        return texts, text_of(conversations[0], now + _LATER) != texts[0]
 
     texts, prints_time = run_in_child(
         render_all,

@@ -70,8 +70,9 @@ def rollout_record(
     sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]
 ) -> dict[str, Any]:
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
-    versions.
+    versions; `extra` only if the data set has further columns.
     """
+    extra = {"extra": dict(prompt.extra)} if prompt.extra else {}
     mean = math.nan
     if len(sample.sampler_logprobs):
         mean = float(np.mean(sample.sampler_logprobs, dtype=np.float64))
@@ -81,6 +82,7 @@ def rollout_record(
         "source": prompt.source,
         "prompt": prompt.text,
         "answer": prompt.answer,
+        **extra,
         "response": decode(sample.response_ids),
         **verdict_fields(sample),
         "stop": str(sample.stop),

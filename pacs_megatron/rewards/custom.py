@@ -14,8 +14,10 @@ from typing import Any
 
 from pacs_megatron.config.reward_options import AnyReward, CustomReward, WeightedReward
 from pacs_megatron.config.text import local_path
-from pacs_megatron.contracts import Judgement, Prompt
+from pacs_megatron.contracts import Judgement, Prompt, RewardSample
+from pacs_megatron.contracts.reward_sample import MissingColumnError, reward_sample
 from pacs_megatron.errors import ConfigError, RewardError, shown
+from pacs_megatron.rewards.imports import imported_beside
 from pacs_megatron.rewards.labels import as_reward
 
 _ASYNC = (
@@ -24,8 +26,13 @@ _ASYNC = (
 )
 
 
+_FIELDS = ", ".join(field.name for field in fields(RewardSample))
+
+
 class Custom:
-    """Calls `function(prompt, response)`; the reward is the returned number."""
+    """Calls `function(sample)`, or `function(prompt, response)` of earlier releases; the reward is
+    the returned number.
+    """
 
     def __init__(self, function: str) -> None:
         """`module:function` or `path/to/file.py:function`.
@@ -34,20 +41,38 @@ class Custom:
         """
         self._name = function
         self._function = _load(function)
+        self._takes_prompt = _takes_prompt_and_response(self._function, function)
 
     def __call__(self, prompt: Prompt, response: str) -> float | Judgement:
         """Raises RewardError if the function raises, exits or returns no finite number."""
+        sample = reward_sample(prompt, response)
         try:
-            return _checked(self._function(prompt, response))
+            if self._takes_prompt:
+                return _checked(self._function(prompt, response))
+            return _checked(self._function(sample))
         except RewardError as error:
             raise RewardError(
                 f"reward.function={self._name}: {describe(error, named=False)}"
             ) from error
         except BaseException as error:  # a plug-in may raise anything: only this sample fails
-            text = describe(error)
-            if isinstance(error, AttributeError) and error.obj is prompt:
-                text += f"; a prompt has {', '.join(field.name for field in fields(prompt))}"
+            text = describe(error) + _names(error, prompt, sample)
             raise RewardError(f"reward.function={self._name} raised {text}") from error
+
+
+def _names(error: BaseException, prompt: Prompt, sample: RewardSample) -> str:
+    """The names that exist, where the function used another name or a wrong type."""
+    if isinstance(error, MissingColumnError):
+        columns = ", ".join(map(repr, sample.extra)) or "no column"
+        return f"; sample.extra has {columns}; add it to extra_columns of the data set"
+    if isinstance(error, AttributeError) and error.obj is prompt:
+        return f"; a prompt has {', '.join(field.name for field in fields(prompt))}"
+
+    is_sample = isinstance(error, AttributeError) and isinstance(error.obj, RewardSample)
+    # `sample["answer"]`, `for completion in sample` and the like.
+    is_type = isinstance(error, TypeError) and RewardSample.__name__ in str(error)
+    if is_sample or is_type:
+        return f"; a sample has the attributes {_FIELDS}"
+    return ""
 
 
 def _checked(reward: Any) -> float | Judgement:
@@ -67,8 +92,8 @@ def describe(error: BaseException, *, named: bool = True) -> str:
     return f"{type(error).__name__}: {text}" if named else text
 
 
-def _load(function: str) -> Callable[[Prompt, str], Any]:
-    """Imports a function. Raises ConfigError unless it takes a prompt and a response."""
+def _load(function: str) -> Callable[..., Any]:
+    """Imports a function. Raises ConfigError if it is none, or async."""
     file = find_file(function)
     where, _, attribute = function.rpartition(":")
     try:
@@ -90,14 +115,37 @@ def _load(function: str) -> Callable[[Prompt, str], Any]:
         )
     if inspect.iscoroutinefunction(loaded):
         raise ConfigError(f"reward.function={function!r}: {_ASYNC}")
-    try:
-        inspect.signature(loaded).bind("prompt", "response")
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.function={function!r} cannot be called as f(prompt, response): {error}; it "
-            "takes these two arguments"
-        ) from error
     return loaded  # type: ignore[no-any-return]
+
+
+def _takes_prompt_and_response(function: Callable[..., Any], name: str) -> bool:
+    """Whether to call f(prompt, response), not f(sample). Raises ConfigError if neither works."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(
+            f"reward.function={name!r}: {describe(error, named=False)}; define a function f(sample)"
+        ) from error
+    takes_two = _can_bind(signature, 2)
+    if not takes_two and not _can_bind(signature, 1):
+        raise ConfigError(
+            f"reward.function={name!r}{signature} cannot be called as f(sample); it takes one "
+            f"argument, which has the attributes {_FIELDS}"
+        )
+    parameters = list(signature.parameters.values())
+    # An optional second parameter is an option of f(sample), unless its name is `response`.
+    is_option = _can_bind(signature, 1) and len(parameters) > 1 and parameters[1].name != "response"
+    is_option = is_option and parameters[0].default is inspect.Parameter.empty
+    return takes_two and not is_option
+
+
+def _can_bind(signature: inspect.Signature, count: int) -> bool:
+    """Whether a function can be called with `count` arguments by position."""
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def find_file(function: str) -> Path | None:
@@ -119,7 +167,10 @@ def find_file(function: str) -> Path | None:
 
 
 def file_digests(reward: AnyReward | None) -> dict[str, str]:
-    """`reward.function` -> digest of the file that defines it, of every custom reward.
+    """`reward.function` -> digest of its code, of every custom reward.
+
+    The code is the file that defines the function, and the modules beside it or in its package that
+    it imports by `import` or `from`, directly or through each other.
 
     Two attempts of a run compare them: a changed file gives other rewards. A module that is not
     found has none. Raises ConfigError for a file that does not exist.
@@ -135,6 +186,9 @@ def file_digests(reward: AnyReward | None) -> dict[str, str]:
         file = find_file(one.function) or _module_file(one.function)
         if file is not None:
             content = file.read_bytes()
+            modules = imported_beside(file)
+            for module in sorted(modules):
+                content += b"\0" + modules[module].read_bytes()
             digests[one.function] = hashlib.blake2b(content, digest_size=16).hexdigest()
     return digests
 

@@ -1,8 +1,8 @@
 """Gets rewards from a server over HTTP.
 
-Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response"}, ...]}`.
-Response: `{"rewards": [number, ...]}` in the same order, and optionally `model` and `version` as
-text, which the rollout file records.
+Request, as JSON: `{"samples": [{"prompt_id", "problem", "prompt", "answer", "response", "extra"},
+...]}`. Response: `{"rewards": [number, ...]}` in the same order, and optionally `model` and
+`version` as text, which the rollout file records.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from pacs_megatron.config.reward_options import HttpReward
 from pacs_megatron.errors import ConfigError, RewardError, shown
 from pacs_megatron.rewards.judging import JudgeInput
 from pacs_megatron.rewards.labels import as_reward
+from pacs_megatron.runtime.environment import check_secret
 from pacs_megatron.runtime.http import (
     CONNECTION_ERRORS,
     ResponseTooLongError,
@@ -36,7 +37,7 @@ class Http:
     """
 
     def __init__(self, options: HttpReward) -> None:
-        """Raises ConfigError if the key's environment variable is not set."""
+        """Raises ConfigError if the key's environment variable is not set, or has a line end."""
         self._options = options
         self._where = f"reward server {options.url}"
         self._headers: dict[str, str] = {}
@@ -47,6 +48,7 @@ class Http:
                     f"reward.api_key_env={options.api_key_env} is not set; export the server's "
                     "key in it"
                 )
+            check_secret(options.api_key_env, key="reward.api_key_env")
             self._headers["Authorization"] = f"Bearer {key}"
 
     def judge_batch(self, inputs: Sequence[JudgeInput]) -> list[dict[str, Any]]:
@@ -61,6 +63,7 @@ class Http:
                 "prompt": prompt.text,
                 "answer": prompt.answer,
                 "response": response,
+                "extra": prompt.extra,
             }
             for prompt, response in inputs
         ]

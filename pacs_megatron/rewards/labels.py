@@ -1,6 +1,7 @@
 """Converts rewards to numbers and labels, and limits the unjudged samples of a step."""
 
 import math
+import re
 from collections.abc import Collection
 from numbers import Real
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.errors import RewardError
+
+_TIME_LIMIT = re.compile(r"\bwithin [\d.e+-]+ s\b")
+"""Part of a reason that names a time limit"""
 
 
 def as_reward(value: Any) -> float:
@@ -62,9 +66,12 @@ def check_failures(
         then: the end of the message, a further fix.
     """
     if len(failures) > max_failure_frac * num_samples:
+        reason = next(iter(failures))
+        fix = "correct the data or the reward"
+        if _TIME_LIMIT.search(reason):
+            fix += ", or raise reward.timeout_s"
         raise RewardError(
             f"{len(failures)} of {num_samples} samples of this step could not be judged (share "
             f"{len(failures) / num_samples:.3f}, reward.max_failure_frac={max_failure_frac}); "
-            f"first reason: {next(iter(failures))}; correct the data or the reward, or raise "
-            f"reward.timeout_s{then}"
+            f"first reason: {reason}; {fix}{then}"
         )

@@ -86,9 +86,9 @@ class RunPrompts:
         lines = []
         if self.has_other_reward(saved):
             lines.append(
-                "the reward changed since the checkpoint (its options or the file of "
-                "reward.function): rewards and labels before and after it differ; samples of steps "
-                "that are not trained yet are judged again"
+                "the reward changed since the checkpoint (its options, or the file of "
+                "reward.function or a module beside it): rewards and labels before and after it "
+                "differ; samples of steps that are not trained yet are judged again"
             )
         before = saved.get(_BENCHMARKS, {})
         for name, digest in self._digests[_BENCHMARKS].items():
@@ -139,7 +139,7 @@ def first_time(run_dir: Path) -> datetime:
 
 
 def reward_digest(config: RunConfig) -> str | None:
-    """Digest of every option that changes a verdict, and of the reward function's file."""
+    """Digest of every option that changes a verdict, and of the reward function's code."""
     if config.reward is None:
         return None
     rule = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)

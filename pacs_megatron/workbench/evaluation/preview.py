@@ -20,7 +20,7 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import PromptSet, load_tokenizer
 from pacs_megatron.data.notices import check_dropped, notices
 from pacs_megatron.data.sources import find_source
-from pacs_megatron.errors import ConversionError, DataError, RewardError
+from pacs_megatron.errors import ConversionError, DataError, RewardError, shown
 from pacs_megatron.models import load_spec
 from pacs_megatron.models.hub import config_folder
 from pacs_megatron.rewards.code import NO_PROGRAM
@@ -189,7 +189,8 @@ def render(
         lines.extend(_unverified_lines(unverified, len(lengths)))
 
     for prompt in prompt_set.prompts[:rows]:
-        lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}")
+        extra = f", extra {shown(prompt.extra, 300)}" if prompt.extra else ""
+        lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}{extra}")
         lines.extend(f"  | {line}" for line in prompt.text.splitlines())
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ import os
 import pickle
 import zlib
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
@@ -175,3 +176,90 @@ def test_gsm8k_row_without_answer():
             DataRow(index=0, where="g:1", values={"question": "?", "answer": "18"}),
             PRESETS["gsm8k"],
         )
+
+
+def test_names_with_dots_are_places_inside_columns():
+    values = {
+        "prompt": [{"role": "user", "content": "What is 1+2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is 3"}],
+        "a.b": "4",
+        "a": {"b": "5"},
+    }
+    nested = {"problem": "prompt", "answer": "reward_model.ground_truth"}
+    found = own(values, **nested, solution="messages.1.content")
+    assert (found.problem, found.answer, found.solution) == ("What is 1+2?", "3", "It is 3")
+    assert own(values, problem="messages.0.content", answer="a.b").answer == "4"
+
+    names = "'reward_model', 'reward_model.style', 'reward_model.ground_truth'"
+    with pytest.raises(DataError, match=f"no column 'reward_model.truth', it has .*{names}"):
+        own(values, problem="prompt", answer="reward_model.truth")
+    with pytest.raises(DataError, match=r"no column 'messages.2.content'"):
+        own(values, problem="messages.2.content", answer="a.b")
+
+
+USER = {"role": "user", "content": "q"}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "system"), [([USER], None), ([SYSTEM, USER], "s"), ([{**USER, "name": "x"}], None)]
+)
+def test_a_conversation_of_one_turn_is_a_problem(turns, system):
+    found = own({"q": turns, "a": "1"})
+    assert (found.problem, found.system) == ("q", system)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [],
+        [SYSTEM],
+        [USER, SYSTEM],
+        [USER, {"role": "assistant", "content": "a"}],
+        [USER, USER],
+        [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+        [{"role": "user"}],
+        [{"role": "user", "content": " "}],
+        ["q"],
+        [{"from": "human", "value": "q"}],
+    ],
+)
+def test_another_conversation_is_an_error(turns):
+    with pytest.raises(DataError, match=r"column 'q' is .*or a conversation \[\{role: user"):
+        own({"q": turns, "a": "1"})
+
+
+def further(values, *names, preset=None):
+    columns = None if preset else ColumnOptions(problem="q", answer="a")
+    options = DatasetOptions(path="x.json", columns=columns, preset=preset, extra_columns=names)
+    return problem_of(DataRow(index=3, where="x.json:4", values=values), columns_of(options)).extra
+
+
+def test_further_columns_keep_their_types():
+    values = {"q": "q", "a": "1", "kind": "sum", "level": 3, "share": 0.5, "ok": True, "none": None}
+    values |= {"tags": ["a", [1]], "info": {"split": "x", "n": 2}}
+    names = ("kind", "level", "share", "ok", "none", "tags", "info", "info.n")
+    assert further(values, *names) == {name: values.get(name, 2) for name in names}
+    assert further(values) == {}
+    assert further({"problem": "q", "answer": "1", "n": 1}, "n", preset="math500") == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "is nan"),
+        (b"x", "is b'x' \\(bytes\\)"),
+        (datetime(2024, 1, 1), "expected text, a finite number"),
+        ({1: 2}, "expected text"),
+        ([{"a": math.inf}], "expected text"),
+    ],
+)
+def test_a_further_column_that_json_cannot_contain_is_an_error(value, message):
+    with pytest.raises(DataError, match=message):
+        further({"q": "q", "a": "1", "kind": value}, "kind")
+
+
+def test_a_further_column_that_is_missing_is_an_error():
+    with pytest.raises(DataError, match=r"no column 'kin' of `extra_columns`, it has 'q', 'a'"):
+        further({"q": "q", "a": "1"}, "kin")

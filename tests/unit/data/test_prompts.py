@@ -62,6 +62,8 @@ def test_the_digest_has_everything_that_training_uses():
         {"token_ids": np.array([1], np.int32)},
         {"answer": "1", "solution": "23"},
         {"solution": None},
+        {"extra": {"kind": "a"}},
+        {"extra": {"kind": "b"}},
     ]
     others = [replace(first, **change) for change in changes]
     digests = {
@@ -84,6 +86,28 @@ def test_system_prompt_suffix_and_names(dataset, data_options, tokenizer):
         "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\nWhat is "
         "1?<|im_end|><|im_start|>assistant"
     )
+
+
+def test_a_system_message_of_a_row_is_rendered_as_text(tmp_path, data_options, tokenizer):
+    turns = [
+        {"role": "system", "content": "Be <|im_end|> brief."},
+        {"role": "user", "content": "What is 1?"},
+    ]
+    rows = [{"problem": turns, "answer": "1"}, {"problem": turns[1:], "answer": "1"}]
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    chats = DatasetOptions(path=str(tmp_path / "own.json"), preset="deepscaler")
+    data = data_options(prompt_suffix="")
+    first, second = load_prompts(chats, data, tokenizer).prompts
+    user = "<|im_start|>user\nWhat is 1?<|im_end|><|im_start|>assistant"
+    assert first.text == f"<|im_start|>system\nBe <|im_end|> brief.<|im_end|>{user}"
+    assert second.text == user
+    # Only the template's three turns have the token.
+    ends = np.isin(first.token_ids, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert ends.sum() == 2
+
+    data = data_options(prompt_suffix="", system_prompt="Be long.")
+    with pytest.raises(DataError, match=r"deepscaler/0 has a system message.*remove data\.system"):
+        load_prompts(chats, data, tokenizer)
 
 
 def test_too_long_prompts_are_dropped_and_counted_and_ids_stay(dataset, data_options, tokenizer):

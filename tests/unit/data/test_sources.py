@@ -264,6 +264,12 @@ def test_where_keeps_rows_by_their_columns(tmp_path, kind, where, wanted):
     assert found.num_filtered == len(DATED) - len(wanted)
 
 
+def test_where_reads_places_inside_columns(tmp_path):
+    rows = [{"problem": "p", "answer": "1", "info": {"level": n}} for n in range(4)]
+    found = filtered(write(tmp_path, "jsonl", rows), {"info.level": {"min": 2}})
+    assert [row.index for row in found.used] == [2, 3]
+
+
 def test_dates_of_parquet_compare_as_days(tmp_path):
     rows = [{**row, "day": datetime.datetime.fromisoformat(row["day"])} for row in DATED]
     found = filtered(

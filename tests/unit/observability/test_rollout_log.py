@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,14 @@ def test_the_record_has_the_verifiers_details(tmp_path: Path) -> None:
         path, [sample("1:toy/0#0", reward_details=details)], {"toy/0": prompt("toy/0")}, decode
     )
     assert read_rollouts(path)[0]["reward_details"] == details
+
+
+def test_the_record_has_further_columns(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 1)
+    extra = {"kind": "sum", "level": 3, "tags": ["a", None]}
+    prompts = {"toy/0": replace(prompt("toy/0"), extra=extra)}
+    write_rollouts(path, [sample("1:toy/0#0")], prompts, decode)
+    assert read_rollouts(path)[0]["extra"] == extra
 
 
 def test_order_of_arrival_has_no_effect_and_numbers_sort_as_numbers(tmp_path: Path) -> None:

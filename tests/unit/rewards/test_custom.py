@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,67 @@ def test_function_in_a_file(make_prompt, tmp_path):
     assert judge(make_prompt("5"), "it is 6") == 0.0
 
 
+def test_a_function_of_the_sample(make_prompt, tmp_path):
+    body = """
+def judge(sample):
+    [turn] = sample.turns
+    assert (turn.role, turn.text) == ("assistant", sample.response)
+    names = (sample.problem, sample.prompt, sample.answer, sample.prompt_id, sample.source)
+    assert names == ("What is it?", "<user>q</user>", "5", "train/7", "train"), names
+    assert "none" not in sample.extra and sample.extra.get("none") is None
+    return sample.extra["points"] * (sample.answer in sample.response)
+"""
+    judge = Custom(f"{write(tmp_path, body)}:judge")
+    prompt = replace(make_prompt("5"), extra={"points": 2})
+    assert judge(prompt, "it is 5") == 2.0
+    assert judge(prompt, "it is 6") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_sample"),
+    [
+        ("sample", True),
+        ("sample, strict=True", True),
+        ("sample, *, strict=True", True),
+        ("sample, *others", True),
+        ("sample, **others", True),
+        ("prompt, response", False),
+        ("prompt, response='', strict=True", False),
+        ("prompt, response, strict=True", False),
+        ("prompt='', response=''", False),
+        ("*arguments", False),
+    ],
+)
+def test_the_form_depends_on_the_parameters(make_prompt, tmp_path, parameters, takes_sample):
+    """A function with two required parameters has the form of earlier releases."""
+    text = f"def judge({parameters}):\n    return len(locals().get('arguments', ' '))\n"
+    judge = Custom(f"{write(tmp_path, text)}:judge")
+    assert judge._takes_prompt is not takes_sample
+    assert judge(make_prompt("5"), "x") in (1.0, 2.0)
+
+
+FIELDS = "a sample has the attributes problem, prompt, answer, response, extra, turns, prompt_id"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("sample.completion", f"no attribute 'completion'.*; {FIELDS}"),
+        ("sample['answer']", f"not subscriptable; {FIELDS}"),
+        ("[text for text in sample]", f"not iterable; {FIELDS}"),
+        ("sample.extra['kind']", r"sample\.extra has 'level', 'x'; add it to extra_columns of the"),
+        ("{}['kind']", r"KeyError: 'kind'$"),
+        ("None.answer", r"no attribute 'answer'$"),
+        ("len(5)", r"has no len\(\)$"),
+    ],
+)
+def test_a_wrong_guess_names_what_exists(make_prompt, tmp_path, body, message):
+    file = write(tmp_path, f"def judge(sample):\n    return {body}\n")
+    prompt = replace(make_prompt("5"), extra={"level": 1, "x": 2})
+    with pytest.raises(RewardError, match=message):
+        Custom(f"{file}:judge")(prompt, "5")
+
+
 def test_function_in_a_module(make_prompt, tmp_path, monkeypatch):
     write(
         tmp_path,
@@ -53,12 +115,17 @@ def test_function_in_a_module(make_prompt, tmp_path, monkeypatch):
         ("absent.py:f", "no file"),
         ("{file}:missing", "has no 'missing'"),
         ("{file}:number", "is a int, expected a function"),
-        ("{file}:one", "cannot be called as f\\(prompt, response\\)"),
+        (
+            "{file}:three",
+            r"three'\(a, b, c\) cannot be called as f\(sample\); .*problem, prompt, answer, resp",
+        ),
+        ("{file}:none", "cannot be called as f\\(sample\\)"),
+        ("builtins:max", "no signature found"),
         ("{broken}:f", "raised ZeroDivisionError"),
     ],
 )
 def test_rejected_early_in_one_line(tmp_path, function, message):
-    file = write(tmp_path, "number = 3\ndef one(a): return 1.0\n")
+    file = write(tmp_path, "number = 3\ndef three(a, b, c): ...\ndef none(): ...\n")
     broken = write(tmp_path, "1 / 0\n", "broken.py")
     with pytest.raises(ConfigError, match=message) as caught:
         Custom(function.format(file=file, broken=broken))

@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -153,7 +154,21 @@ def test_the_key_comes_from_the_environment_and_stays_out_of_messages(
         monkeypatch.delenv("JUDGE_KEY", raising=False)
         with pytest.raises(ConfigError, match="api_key_env=JUDGE_KEY is not set"):
             build_reward(given)
+        monkeypatch.setenv("JUDGE_KEY", "s3cret\n")
+        with pytest.raises(ConfigError, match=r"api_key_env=JUDGE_KEY contains a line end") as bad:
+            build_reward(given)
+        assert "s3cret" not in str(bad.value)
         monkeypatch.setenv("JUDGE_KEY", "s3cret")
         (found,) = judge_all(build_reward(given), [(make_prompt("1"), "1")])
     assert server.keys == ["Bearer s3cret"]
     assert "s3cret" not in found["failure"]
+
+
+def test_the_request_has_the_fields_of_the_sample(make_prompt) -> None:
+    prompt = replace(make_prompt("1"), extra={"kind": "sum", "level": 3})
+    with Server((200, good)) as server:
+        [found] = judge_all(build_reward(options(server)), [(prompt, "1")])
+    assert found["reward"] == 1.0
+    names = ("prompt_id", "problem", "prompt", "answer", "response")
+    texts = ("train/7", "What is it?", "<user>q</user>", "1", "1")
+    assert server.requests == [[dict(zip(names, texts, strict=True)) | {"extra": prompt.extra}]]

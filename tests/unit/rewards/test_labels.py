@@ -34,3 +34,17 @@ def test_failure_cap():
         check_failures(["timed out"] * 6, 100, 0.05)
     with pytest.raises(RewardError, match="1 of 1"):
         check_failures(["x"], 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_limit"),
+    [
+        ("no verdict within 0.2 s; the worker was killed", True),
+        ("3 attempts failed; the last one: no response within 40 s", True),
+        ("raised AttributeError: 'Prompt' object has no attribute 'target'", False),
+    ],
+)
+def test_the_time_limit_is_named_only_where_it_is_the_reason(reason, is_limit):
+    with pytest.raises(RewardError) as caught:
+        check_failures([reason], 1, 0.0)
+    assert ("raise reward.timeout_s" in str(caught.value)) == is_limit

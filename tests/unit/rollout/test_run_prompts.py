@@ -117,6 +117,19 @@ def test_a_changed_reward_file_is_reported(make: Make, tmp_path: Path) -> None:
     assert second.has_other_reward(saved) and not second.has_other_reward(second.position())
 
 
+def test_a_changed_module_beside_the_reward_file_is_reported(make: Make, tmp_path: Path) -> None:
+    make(template=CHAT_TEMPLATE)
+    (tmp_path / "points.py").write_text("SCALE = 1.0\n")
+    text = "from points import SCALE\n\n\ndef reward(sample):\n    return SCALE\n"
+    (tmp_path / "reward.py").write_text(text)
+    saved = make(template=CHAT_TEMPLATE).position()
+    (tmp_path / "other.py").write_text("not imported\n")
+    assert make(template=CHAT_TEMPLATE).load_position(saved) == []
+    (tmp_path / "points.py").write_text("SCALE = 0.5\n")
+    [line] = make(template=CHAT_TEMPLATE).load_position(saved)
+    assert line.startswith("the reward changed since the checkpoint")
+
+
 @pytest.mark.parametrize(
     ("override", "is_reported"),
     [
