@@ -56,7 +56,7 @@ def render(
         conversations.append([*messages, {"role": "user", "content": content}])
 
     def text_of(messages: Sequence[Mapping[str, str]], time: datetime) -> str:
-        return _apply(messages, data.chat_template_args, tokenizer, time)
+        return apply_template(messages, data.chat_template_args, tokenizer, time)
 
     def render_all() -> tuple[list[str], bool]:
         texts = [text_of(messages, now) for messages in conversations]
@@ -84,7 +84,7 @@ def text_after_answer(tokenizer: Any) -> str:
 
     def render_turns() -> str:
         options = {"add_generation_prompt": False}
-        return _apply(messages, options, tokenizer, datetime.now())
+        return apply_template(messages, options, tokenizer, datetime.now())
 
     try:
         text: str = run_in_child(
@@ -96,7 +96,7 @@ def text_after_answer(tokenizer: Any) -> str:
     return after if before else ""
 
 
-def _apply(
+def apply_template(
     messages: Sequence[Mapping[str, str]],
     arguments: Mapping[str, Any],
     tokenizer: Any,
