@@ -11,17 +11,10 @@ import logging
 import os
 import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
-
-import psutil
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.contracts import Prompt
@@ -30,28 +23,13 @@ from pacs_megatron.rewards.worker import encode_inputs
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.json_reader import as_object, parse_json
 from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_LIMIT_S = 120.0
 """Timeout of a worker's imports; a user's module may be large and the host busy."""
-_POLL_S = 0.1
-"""Interval of the checks that a worker is alive, because a grandchild may keep the socket of a dead
-worker open.
-"""
-_KILL_S = 10.0
-_OUTPUT_S = 1.0
-"""Timeout for the last output of a killed process."""
-_MEMORY_INTERVAL_S = 1.0
-"""Seconds between measurements of a worker's memory."""
-_OUTPUT_BYTES = 64 << 10
-# One thread each: the workers are the parallelism.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-_MARK = "PACS_REWARD_WORKER"
-"""Environment variable that identifies a worker's processes: a daemon leaves the worker's session
-and process tree.
-"""
 
 
 class Verdict(NamedTuple):
@@ -207,34 +185,19 @@ def received(answers: "queue.SimpleQueue[T | RewardError]", count: int) -> list[
     return items
 
 
-class _Worker:
-    """One process in its own session, and the socket to it.
-
-    One thread owns it; other threads may call `end`.
-    """
+class _Worker(WorkerProcess):
+    """One process that judges. One thread owns it; other threads may call `end`."""
 
     def __init__(self, options: AnyReward) -> None:
+        super().__init__(
+            "pacs_megatron.rewards.worker", options.memory_limit_gib, "reward.memory_limit_gib"
+        )
         self._options = options
-        self._mark = uuid.uuid4().hex
-        self._output_left = _OUTPUT_BYTES
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._has_ended = False
 
     def start(self) -> None:
         """Starts the process and waits for its `ready`. Raises ConfigError or RewardError."""
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            if self._has_ended:
-                ours.close()
-                raise RewardError("reward pool: it is closed")
-            self._socket = ours
-            self._process = self._launch(theirs.fileno())
-        self._copier = threading.Thread(
-            target=self._copy_output, args=(self._process.stdout,), daemon=True
-        )
-        self._copier.start()
+        if not self.launch():
+            raise RewardError("reward pool: it is closed")
 
         setup = {
             "options": self._options.model_dump_json(),
@@ -253,9 +216,9 @@ class _Worker:
         """The verdicts of one call. Raises ConfigError or RewardError if a new process does not
         start.
         """
-        if self._process is None:  # killed in the call before
+        if not self.is_started:  # killed in the call before
             self.start()
-        self._output_left = _OUTPUT_BYTES
+        self.allow_output()
         line = encode_inputs([(item.prompt, item.response) for item in pending])
         reply = self._exchange(line, self._options.call_limit_s)
         # The kernel or a user killed it, rarely the response: a new process retries once.
@@ -286,80 +249,10 @@ class _Worker:
             return [reply] * len(pending)
         return [{"reward": 0.0, "details": {"answer": reply["failure"]}}] * len(pending)
 
-    def end(self) -> None:
-        """Kills the process; a later `start` raises RewardError."""
-        with self._lock:
-            self._has_ended = True
-            if self._process is not None:
-                _kill_tree(self._process.pid, self._mark)
-
-    def kill(self) -> int | None:
-        """Kills and reaps the process; returns its exit code (negative: the signal), None without a
-        process.
-        """
-        with self._lock:
-            process = self._process
-            self._process = None
-            if process is None:
-                return None
-            assert self._socket is not None
-            self._socket.close()
-            _kill_tree(process.pid, self._mark)
-            self._copier.join(_OUTPUT_S)  # a grandchild may keep the pipe open
-            # The kernel may wait for a file system.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_KILL_S)
-            return None
-
-    def _launch(self, descriptor: int) -> "subprocess.Popen[bytes]":
-        """Starts the process with the other end of the socket."""
-        path = [str(Path(__file__).resolve().parents[2])]
-        if "PYTHONPATH" in os.environ:
-            path.append(os.environ["PYTHONPATH"])
-        return subprocess.Popen(
-            [
-                sys.executable,
-                # The working directory must not hide installed modules before sys.path is set.
-                "-P",
-                "-c",
-                "from pacs_megatron.rewards.worker import main; main()",
-                str(os.getpid()),
-                str(descriptor),
-            ],
-            pass_fds=(descriptor,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path),
-                **_ENVIRONMENT,
-                _MARK: self._mark,
-            },
-            start_new_session=True,
-        )
-
-    def _copy_output(self, source: IO[bytes]) -> None:
-        """Copies the process's output to stderr, up to a limit per response, so that it cannot fill
-        the disk.
-        """
-        with source:
-            while data := source.read(1 << 16):
-                allowed = self._output_left
-                self._output_left -= len(data)
-                if allowed <= 0:
-                    continue
-                note = b""
-                if len(data) > allowed:
-                    note = b"\n[the rest of this response's output is left out]\n"
-                with contextlib.suppress(OSError):  # a full disk
-                    os.write(2, data[:allowed] + note)
-
     def _exchange(self, line: bytes, limit_s: float) -> dict[str, Any]:
         """Sends a line and returns the reply, or `failure` with the reason why there is none."""
         try:
-            reply = self._reply_to(line, limit_s)
+            reply = self.exchange(line, limit_s, "verdict")
         except (TimeoutError, MemoryError) as error:
             self.kill()
             return {"failure": f"{error}; the worker was killed"}
@@ -377,81 +270,3 @@ class _Worker:
                 "failure": f"the worker sent no verdict ({error}); the reward function changes "
                 "its process"
             }
-
-    def _reply_to(self, line: bytes, limit_s: float) -> bytes:
-        """One line; an incomplete one if the process has ended.
-
-        Raises TimeoutError or MemoryError above the limits, and OSError.
-        """
-        assert self._process is not None and self._socket is not None
-        deadline = time.monotonic() + limit_s
-        next_measurement = time.monotonic() + _MEMORY_INTERVAL_S
-        self._socket.settimeout(limit_s)
-        self._socket.sendall(line)
-        reply = bytearray()
-        while not reply.endswith(b"\n"):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"no verdict within {limit_s:g} s")
-            if time.monotonic() > next_measurement:
-                next_measurement = time.monotonic() + _MEMORY_INTERVAL_S
-                self._check_memory(self._process.pid)
-
-            self._socket.settimeout(min(left_s, _POLL_S))
-            try:
-                piece = self._socket.recv(1 << 16)
-            except TimeoutError:
-                if _is_running(self._process.pid):
-                    continue
-                break
-            if not piece:
-                break
-            reply += piece
-        return bytes(reply)
-
-    def _check_memory(self, pid: int) -> None:
-        """Raises MemoryError above the limit: the worker's rlimit excludes child processes."""
-        limit_gib = self._options.memory_limit_gib
-        if _memory_bytes(pid, self._mark) > limit_gib * 2**30:
-            raise MemoryError(
-                f"its processes use more than reward.memory_limit_gib={limit_gib:g} together"
-            )
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a child runs.
-
-    Does not reap an ended child, so that its process group keeps its number.
-    """
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-
-
-def _kill_tree(pid: int, mark: str) -> None:
-    """Kills the session of a worker and its other processes."""
-    before = set(_tree(pid, mark))
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    # Those that started meanwhile, too.
-    for process in before.union(_tree(pid, mark)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-def _tree(pid: int, mark: str) -> Iterator[psutil.Process]:
-    """The worker, its descendants, and daemons with the worker's mark in their environment."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        yield from psutil.Process(pid).children(recursive=True)
-    for entry in Path("/proc").glob("[0-9]*"):
-        # A process may have ended, or belong to another user.
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            if mark.encode() in (entry / "environ").read_bytes():
-                yield psutil.Process(int(entry.name))
-
-
-def _memory_bytes(pid: int, mark: str) -> int:
-    """Total memory of a worker's processes, bytes; a shared page counts once."""
-    total = 0
-    for process in set(_tree(pid, mark)):
-        with contextlib.suppress(psutil.Error, OSError):
-            total += process.memory_full_info().pss
-    return total

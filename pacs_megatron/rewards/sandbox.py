@@ -27,6 +27,7 @@ import psutil
 
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.worker_process import WORKER_MARK
 
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
 logger = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ def _running(
     """Starts the runner with `job`; yields its process and its error output, and ends it."""
     options = ["-I", "-S", "-B"]
     descriptors: tuple[int, ...] = ()
-    inherited = ("PATH", "PACS_REWARD_WORKER")
+    inherited = ("PATH", WORKER_MARK)
     with contextlib.ExitStack() as stack:
         stdin = stack.enter_context(tempfile.TemporaryFile())
         stdin.write(json.dumps(job).encode())
