@@ -1,4 +1,4 @@
-"""The arguments of `submit`, and the shell text of its batch scripts.
+"""The arguments of `submit`, and the shell lines that turn a job into a script of slurm/.
 
 Every value from a configuration, a cluster file or the environment is quoted.
 """
@@ -6,13 +6,18 @@ Every value from a configuration, a cluster file or the environment is quoted.
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig
 from pacs_megatron.config.cluster import ClusterConfig
-from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.runtime.run_folder import run_folder
+from pacs_megatron.runtime.shipped import shipped_folder
+
+_OWN_SCRIPTS = {"train": "train.sbatch", "eval": "eval.sbatch"}
+"""Verbs with a script of their own in slurm/."""
+_ANY_COMMAND = "command.sbatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,128 +56,58 @@ class SubmittedRun:
         return (run_folder(self.loaded) / "converted").resolve()
 
 
-def train_command(run: SubmittedRun, submission: Submission) -> str:
-    """Shell lines that each task of the trainer runs."""
-    arguments = [str(submission.config.resolve()), *run.overrides]
+def train_arguments(run: SubmittedRun, submission: Submission) -> list[str]:
+    """The verb and its arguments that train the run."""
+    words = ["train", str(submission.config.resolve()), *run.overrides]
     if submission.convert:
-        arguments.append(f"model.path={run.converted}")
-    words = shlex.join(arguments)
-    lines = [_change_folder()]
-    if run.loaded.config.resources.rollout_nodes:
-        lines.append(_wait_for_servers(run, submission.cluster))
-        words += _overrides_of_servers(run)
-
-    torchrun = ""
-    if submission.cluster.launcher == "torchrun":
-        torchrun = _torchrun(run)
-    python = python_command(submission.cluster)
-    lines.append(f"exec {python} -m {torchrun}pacs_megatron train {words}")
-    return "\n".join(lines)
-
-
-def _wait_for_servers(run: SubmittedRun, cluster: ClusterConfig) -> str:
-    """A shell line that sets `urls` to the servers of the rollout nodes."""
-    config = run.loaded.config
-    servers = config.rollout.managed_servers
-    assert servers is not None
-    return (
-        f"urls=$({python_command(cluster)} -m pacs_megatron.launch.job urls "
-        f'"$PACS_ATTEMPT/servers" {servers.start_timeout_s} {config.resources.rollout_nodes})'
-        " || exit $?"
-    )
-
-
-def _overrides_of_servers(run: SubmittedRun) -> str:
-    """Arguments of `train` that attach it to `urls`."""
-    rollout = run.loaded.config.rollout.sglang
-    assert rollout is not None
-    words = ' rollout.servers=null "rollout.urls=[$urls]"'
-    if rollout.sync.transport == "broadcast":
-        words += ' "rollout.sync.host=$MASTER_ADDR"'
+        words.append(f"model.path={run.converted}")
     return words
 
 
-def _torchrun(run: SubmittedRun) -> str:
-    """The words of torchrun between `python -m` and the module that it runs."""
-    config = run.loaded.config
-    nodes = config.resources.nodes
-    return (
-        f"pacs_megatron.launch.agent --nnodes={nodes} "
-        f"--nproc-per-node={ranks_to_start(config) // nodes} "
-        '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
-        '--rdzv-id="$SLURM_JOB_ID" -m '
-    )
+def job_lines(cluster: ClusterConfig, arguments: Sequence[str]) -> str:
+    """Shell lines that set up the site and turn the batch script into a script of slurm/.
 
+    `exec` keeps the process, which Slurm signals before the time limit.
 
-def serve_command(run: SubmittedRun, submission: Submission) -> str:
-    """Shell lines that the task of each rollout node runs."""
-    arguments = shlex.join([str(submission.config.resolve()), *run.overrides])
-    return (
-        f"{_change_folder()}\n"
-        f"exec {python_command(submission.cluster)} -m pacs_megatron.launch.serve "
-        f'"$PACS_ATTEMPT/servers" {arguments}'
-    )
-
-
-def site_lines(cluster: ClusterConfig) -> str:
-    """Shell lines of each batch script before its first srun.
-
-    They set environment, modules, setup and working directory.
+    Args:
+        cluster: the site.
+        arguments: a verb of pacs-megatron and its arguments.
     """
+    verb, *rest = arguments
+    script = shipped_folder("slurm").resolve() / _OWN_SCRIPTS.get(verb, _ANY_COMMAND)
+    words = rest if verb in _OWN_SCRIPTS else arguments
+    return "\n".join([*_site_lines(cluster), shlex.join(["exec", "bash", str(script), *words])])
+
+
+def _site_lines(cluster: ClusterConfig) -> list[str]:
+    """Shell lines with the settings that a file of PACS_SITE has for a job by hand."""
+    # The script itself runs outside of the container, on the interpreter that runs `submit`.
+    here = cluster.python if cluster.container is None else (sys.executable,)
     # NeMo-Run's env_vars writes names in capitals and values without quotes.
-    environment = cluster.task_environment()
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    environment = {
+        **cluster.task_environment(),
+        "PACS_PYTHON": shlex.join([*cluster.command_prefix(), *cluster.python]),
+        "PACS_BATCH_PYTHON": shlex.join(here),
+        "PACS_LAUNCHER": cluster.launcher,
+        "PACS_SRUN_ARGS": shlex.join(_srun_arguments(cluster)),
+    }
+    lines = ["unset PACS_SITE"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
     lines += cluster.setup
-    lines.append(_change_folder())
-    return "\n".join(lines)
+    lines.append(f"cd {shlex.quote(os.getcwd())} || exit")
+    return lines
 
 
-def setup_lines(run: SubmittedRun, submission: Submission) -> str:
-    """Shell lines of the trainer's batch script before its first srun.
-
-    They set up the site, begin the attempt, and end it when the script exits.
-    """
-    cluster = submission.cluster
-    # The batch script runs outside of the container, so it uses the interpreter that runs `submit`.
-    python = shlex.join(cluster.python if cluster.container is None else (sys.executable,))
-    run_dir = shlex.quote(str(run_folder(run.loaded).resolve()))
-    resources = run.loaded.config.resources
-    lines = [
-        site_lines(cluster),
-        'export MASTER_ADDR="${PACS_MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" '
-        '| head -n 1)}"',
-        # Another port after a requeue: a process of the node may use the first.
-        "export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 1000 * ${SLURM_RESTART_COUNT:-0}) % 12000))",
-        f"export PACS_ATTEMPT; PACS_ATTEMPT=$({python} -m pacs_megatron.launch.job begin "
-        f"{run_dir}) || exit $?",
-        'PACS_ATTEMPT=$(readlink -f "$PACS_ATTEMPT")',
-        # Link the log that srun writes for NeMo-Run as the attempt's log.
-        'pacs_out=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/^ *StdOut=//p" | head -n 1)',
-        'ln -sfn "$(dirname '
-        '"$pacs_out")/log-${SLURM_JOB_NAME}_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.out" '
-        '"$PACS_ATTEMPT/output.log"',
-        # A function, because the quoted text of a trap cannot contain quoted values.
-        "pacs_end() {",
-        "pacs_code=$?",
-        "trap - EXIT",
-    ]
-    if resources.rollout_nodes:
-        lines.append('touch "$PACS_ATTEMPT/servers/stop"')
-    lines += [
-        f'{python} -m pacs_megatron.launch.job end {run_dir} "$pacs_code" {resources.max_attempts}',
-        "exit",
-        "}",
-        "trap pacs_end EXIT",
-    ]
-    return "\n".join(lines)
-
-
-def python_command(cluster: ClusterConfig) -> str:
-    """The interpreter of all tasks, with its container command."""
-    return shlex.join([*cluster.command_prefix(), *cluster.python])
-
-
-def _change_folder() -> str:
-    """A shell line that enters the folder of `submit`."""
-    return f"cd {shlex.quote(os.getcwd())} || exit"
+def _srun_arguments(cluster: ClusterConfig) -> list[str]:
+    """More arguments of each srun: binding, Pyxis, and those of the cluster's file."""
+    words = []
+    if cluster.cpu_bind:
+        words.append(f"--cpu-bind={cluster.cpu_bind}")
+    container = cluster.container
+    if container is not None and container.runtime == "pyxis":
+        words.append(f"--container-image={container.image}")
+        words.append(f"--container-workdir={os.getcwd()}")
+        if container.mounts:
+            words.append(f"--container-mounts={','.join(container.mounts)}")
+    return [*words, *cluster.srun_args]

@@ -14,17 +14,16 @@ from pacs_megatron.errors import ConfigError, shown
 from pacs_megatron.launch.batch_script import (
     Submission,
     SubmittedRun,
-    python_command,
-    serve_command,
-    setup_lines,
-    site_lines,
-    train_command,
+    job_lines,
+    train_arguments,
 )
 from pacs_megatron.runtime.run_folder import run_folder
 from pacs_megatron.runtime.waiting import report_wait, run_program
 
 RESERVED = "/nemo_run"
 """Text that NeMo-Run replaces in all scripts by the job's folder."""
+_NEVER_REACHED = "exit 1"
+"""The command of NeMo-Run's own srun: the batch script becomes a script of slurm/ before it."""
 _SAFE_FOLDER = re.compile(r"[\w/.+=@-]+", re.ASCII)
 
 
@@ -79,10 +78,9 @@ def dry_run(experiment: Any, run: SubmittedRun, home: Path, shown_home: Path) ->
                 f"# {run.name}: {task.id} starts after {', '.join(task.dependencies)} "
                 "(sbatch --dependency=afterok)"
             )
-    for pattern, role in (("*_sbatch.sh", ""), ("scripts/*.sh", ", run by each task")):
-        for script in sorted(Path(experiment._exp_dir).rglob(pattern)):
-            text = script.read_text(encoding="utf-8").replace(str(home), str(shown_home))
-            yield f"# {run.name}: {script.name}{role}\n{text}"
+    for script in sorted(Path(experiment._exp_dir).rglob("*_sbatch.sh")):
+        text = script.read_text(encoding="utf-8").replace(str(home), str(shown_home))
+        yield f"# {run.name}: {script.name}\n{text}"
 
 
 def launch(experiment: Any, submitted: Sequence[str]) -> dict[str, str]:
@@ -122,12 +120,7 @@ def launch(experiment: Any, submitted: Sequence[str]) -> dict[str, str]:
 
 
 def _cancel_started(experiment: Any) -> None:
-    # A heterogeneous task has `handles`, and its property `handle` raises before the launch.
-    started = [
-        task
-        for task in experiment.jobs
-        if getattr(task, "handles", None) or vars(task).get("handle")
-    ]
+    started = [task for task in experiment.jobs if task.handle]
     if started:
         run_program(["scancel", *map(_job_id, started)])
 
@@ -145,86 +138,49 @@ def _job_id(task: Any) -> str:
 def add_tasks(
     nemo_run: Any, experiment: Any, run: SubmittedRun, submission: Submission
 ) -> dict[str, str]:
-    """Adds the tasks of a run, each dependent on the previous one; returns label -> task."""
-    python = python_command(submission.cluster)
-    program = f"cd {shlex.quote(os.getcwd())} && exec {python} -m pacs_megatron"
+    """Adds the jobs of a run, each dependent on the previous one; returns label -> task."""
+    resources = run.loaded.config.resources
     tasks: dict[str, str] = {}
 
-    def add(label: str, script: Any, executor: Any) -> None:
+    def add(label: str, arguments: Sequence[str], nodes: int = 1, first: str = "") -> None:
+        lines = first + job_lines(submission.cluster, arguments)
+        executor = _executor(nemo_run, run, submission.cluster, nodes=nodes, lines=lines)
         previous = list(tasks.values())[-1:]
+        script = nemo_run.Script(inline=_NEVER_REACHED)
         task = experiment.add(script, executor=executor, name=label, dependencies=previous)
         tasks[label] = str(task)
 
-    def add_verb(label: str, words: Sequence[str], first: str = "") -> None:
-        script = _script(nemo_run, f"{first}{program} {shlex.join(words)}")
-        executor = _executor(nemo_run, run, submission.cluster, nodes=1, tasks=1)
-        add(label, script, executor)
-
     if submission.convert:
         out = str(run.converted)
-        words = ("convert", "to-megatron", "--hf", run.loaded.config.model.path, "--out", out)
+        words = ["convert", "to-megatron", "--hf", run.loaded.config.model.path, "--out", out]
         # The conversion is atomic. A resubmitted run reuses it.
-        add_verb("convert", words, f"[ -e {shlex.quote(out)} ] && exit 0\n")
+        add("convert", words, first=f"[ -e {shlex.quote(out)} ] && exit 0\n")
     if submission.train:
-        add("train", *_trainer(nemo_run, run, submission))
+        nodes = resources.nodes + resources.rollout_nodes
+        add("train", train_arguments(run, submission), nodes)
     if submission.evaluate:
         model = str(run_folder(run.loaded) / "hf")
         config = str(submission.config.resolve())
-        add_verb("eval", ("eval", config, *run.overrides, "--model", model))
+        add("eval", ["eval", config, *run.overrides, "--model", model])
     for label, arguments in submission.later:
-        add_verb(label, arguments)
+        add(label, arguments)
     return tasks
 
 
-def _trainer(nemo_run: Any, run: SubmittedRun, submission: Submission) -> tuple[Any, Any]:
-    """(script, executor) of the trainer.
+def _executor(
+    nemo_run: Any, run: SubmittedRun, cluster: ClusterConfig, *, nodes: int, lines: str
+) -> Any:
+    """NeMo-Run's Slurm options of a job on `nodes` nodes, whose script begins with `lines`."""
+    from pacs_megatron.launch.tunnel import BoundedTunnel
 
-    With rollout nodes lists of both, for one heterogeneous job.
-    """
-    cluster = submission.cluster
-    resources = run.loaded.config.resources
-    ranks_per_node = ranks_to_start(run.loaded.config) // resources.nodes
-    tasks = 1 if cluster.launcher == "torchrun" else ranks_per_node
-    trainer = _executor(nemo_run, run, cluster, nodes=resources.nodes, tasks=tasks)
-    trainer.setup_lines = _checked(setup_lines(run, submission))
-    script = _script(nemo_run, train_command(run, submission))
-    if not resources.rollout_nodes:
-        return script, trainer
-
-    servers = _executor(nemo_run, run, cluster, nodes=resources.rollout_nodes, tasks=1)
-    serve_script = _script(nemo_run, serve_command(run, submission))
-    trainer.heterogeneous = True
-    servers.heterogeneous = True
-    return [script, serve_script], [trainer, servers]
-
-
-def _script(nemo_run: Any, text: str) -> Any:
-    return nemo_run.Script(inline=_checked(text))
-
-
-def _checked(text: str) -> str:
-    """The text of a script; raises ConfigError if NeMo-Run would change it."""
-    for line in text.splitlines():
+    for line in lines.splitlines():
         if RESERVED in line:
             raise ConfigError(
                 f"NeMo-Run replaces {RESERVED} in scripts, got {line!r}; rename that folder"
             )
-    return text
-
-
-def _executor(
-    nemo_run: Any, run: SubmittedRun, cluster: ClusterConfig, *, nodes: int, tasks: int
-) -> Any:
-    """NeMo-Run's Slurm options of a task on `nodes` nodes with `tasks` processes on each."""
-    from pacs_megatron.launch.tunnel import BoundedTunnel
-
     resources = run.loaded.config.resources
-    cpus = None
-    if cluster.cpus_per_task is not None:
-        # A single task on a node gets the cores of all ranks.
-        ranks_per_node = ranks_to_start(run.loaded.config) // resources.nodes
-        cpus = cluster.cpus_per_task * ranks_per_node // tasks
-    # `requeue` keeps the job's id. Without `B:` the signal goes to the tasks, which are the ranks.
+    ranks_per_node = ranks_to_start(run.loaded.config) // resources.nodes
+    # `requeue` keeps the job's id.
     return nemo_run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,
@@ -232,37 +188,21 @@ def _executor(
         constraint=cluster.constraint,
         job_name_prefix="pacs.",
         nodes=nodes,
-        ntasks_per_node=tasks,
-        cpus_per_task=cpus,
+        ntasks_per_node=1,
+        cpus_per_task=(cluster.cpus_per_task or 1) * ranks_per_node,
         mem=cluster.mem,
         exclusive=True if cluster.exclusive else None,
         time=resources.time_limit,
-        signal=f"USR1@{resources.signal_lead_s}",
+        signal=f"B:USR1@{resources.signal_lead_s}",
         # Without this, a job whose dependency failed stays pending.
         additional_parameters={"requeue": True, "kill_on_invalid_dep": "yes"},
         retries=0,
-        setup_lines=_checked(site_lines(cluster)),
-        srun_args=_srun_args(cluster, cpus),
-        wait_time_for_group_job=0,
-        monitor_group_job_wait_time=5,
+        setup_lines=lines,
         poll_estimated_start_time=False,
         packager=nemo_run.Packager(),
         tunnel=BoundedTunnel(job_dir=""),
         **_gpu_request(cluster, resources.gpus_per_node),
-        **_container(cluster),
     )
-
-
-def _srun_args(cluster: ClusterConfig, cpus: int | None) -> list[str]:
-    """Arguments of srun, quoted, because NeMo-Run does not quote them."""
-    words = ["--label"]
-    if cpus is not None:
-        # srun does not inherit the number from sbatch.
-        words.append(f"--cpus-per-task={cpus}")
-    if cluster.cpu_bind:
-        words.append(f"--cpu-bind={cluster.cpu_bind}")
-    words += cluster.srun_args
-    return [shlex.quote(word) for word in words]
 
 
 def _gpu_request(cluster: ClusterConfig, gpus: int) -> dict[str, Any]:
@@ -273,14 +213,3 @@ def _gpu_request(cluster: ClusterConfig, gpus: int) -> dict[str, Any]:
     if gpus and cluster.gpu_request == "gres":
         request["gres"] = f"gpu:{gpus}"
     return request
-
-
-def _container(cluster: ClusterConfig) -> dict[str, Any]:
-    """Options of a container that srun starts; other containers are part of the command."""
-    container = cluster.container
-    if container is None or container.runtime != "pyxis":
-        return {"container_image": None, "container_mounts": []}
-    return {
-        "container_image": shlex.quote(container.image),
-        "container_mounts": [shlex.quote(mount) for mount in container.mounts],
-    }

@@ -1,9 +1,8 @@
 """`submit`: submits a run or a sweep to Slurm as a NeMo-Run experiment, one job or a chain per run.
 
-The job works like slurm/train.sbatch. It opens an attempt. srun starts each rank, or a torchrun on
-each node. The signal before the time limit reaches the ranks. The end of the script decides on a
-requeue. NeMo-Run writes and submits the batch script. Its retries are off, because it also retries
-an invalid configuration.
+NeMo-Run writes and submits the batch scripts, and remembers the experiments. Each batch script sets
+up the site and becomes the script of slurm/ that a user submits by hand. NeMo-Run's retries are
+off, because it also retries an invalid configuration.
 """
 
 import fcntl

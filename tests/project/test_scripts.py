@@ -21,7 +21,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 def test_the_scripts_are_there() -> None:
     assert [path.stem for path in BATCH] == [
         "certify",
-        "convert",
+        "command",
         "eval",
         "preflight",
         "selftest",

@@ -91,6 +91,12 @@ def read_attempts(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
+def texts_of_jobs(folder: Path) -> str:
+    """All output of the jobs that `submit_by_nemo_run` put into the queue in `folder`."""
+    paths = [*(folder / "nemo").rglob("*.out"), *folder.glob("runs/*/logs/attempt_*/*.log")]
+    return "\n".join(path.read_text() for path in sorted(paths))
+
+
 def wait_for_rows(run_dir: Path, count: int, timeout_s: float = 600) -> None:
     """Returns when metrics.jsonl has that many rows."""
     path = run_dir / "metrics.jsonl"

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.conftest import job_environment, read_attempts, submit_by_nemo_run
+from tests.integration.slurm.conftest import (
+    job_environment,
+    read_attempts,
+    submit_by_nemo_run,
+    texts_of_jobs,
+)
 from tests.support.needs import require_sglang
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
@@ -68,11 +73,11 @@ def test_convert_train_evaluate_by_sbatch(slurm: Slurm, repo: Path, tmp_path: Pa
         out = f"--output={tmp_path}/{name}.log"
         return slurm.submit(*waiting, *options, out, script, *words, cwd=tmp_path, env=env)
 
-    words = ["to-megatron", "--hf", str(tmp_path / "model"), "--out", str(converted)]
-    first = submit("convert", *words, options=("--cpus-per-task=1",))
+    words = ["convert", "to-megatron", "--hf", str(tmp_path / "model"), "--out", str(converted)]
+    first = submit("command", *words, options=("--cpus-per-task=1",))
     second = submit("train", *overrides, "run.nproc=2", after=first, options=("--nodes=1",))
     third = submit("eval", *overrides, "--model", str(run_dir / "hf"), after=second)
-    logs = [tmp_path / f"{name}.log" for name in ("convert", "train", "eval")]
+    logs = [tmp_path / f"{name}.log" for name in ("command", "train", "eval")]
     ends = [slurm.wait(job)["JobState"] for job in (first, second, third)]
     assert ends == ["COMPLETED"] * 3, "".join(path.read_text() for path in logs if path.exists())
     assert (converted / "certificate.json").is_file()
@@ -108,7 +113,7 @@ def test_a_failed_job_ends_the_chain_with_its_code(
     assert [(row["code"], row["end_step"]) for row in rows] == [(1, -1), (1, -1)]
     assert slurm.wait(jobs["eval"])["JobState"] == "CANCELLED"  # not pending
     assert not (run_dir / "eval").exists()
-    logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
+    logs = texts_of_jobs(tmp_path)
     assert "broken verifier" in logs
     assert "2 attempts in a row without a new checkpoint (resources.max_attempts=2)" in logs
 

@@ -25,6 +25,7 @@ from tests.integration.slurm.conftest import (
     run_command,
     running,
     submit_by_nemo_run,
+    texts_of_jobs,
     wait_for_rows,
 )
 from tests.support.needs import require_sglang
@@ -58,11 +59,12 @@ def test_every_shipped_config_dry_runs(nemo_run: None, tmp_path: Path) -> None:
         )
         together = "\n".join(texts)
         assert f"name: {path.stem}" in texts[0]
-        assert f"--signal=USR1@{load_config(path).config.resources.signal_lead_s}" in together
+        resources = load_config(path).config.resources
+        assert f"--signal=B:USR1@{resources.signal_lead_s}" in together
+        assert f"--nodes={resources.nodes + resources.rollout_nodes}\n" in together
         assert "#SBATCH --requeue" in together
-        assert "launch.job begin" in together
-        assert "launch.job end" in together
-        assert ("#SBATCH hetjob" in together) == ("rollout_nodes" in path.read_text())
+        # The script of a user who submits by hand.
+        assert f"\nexec bash {ROOT / 'slurm' / 'train.sbatch'} {path} " in together
         assert ("--container-image" in together) == (cluster == "example-pyxis")
         assert ("apptainer exec --nv" in together) == (cluster == "example-apptainer")
     assert not (tmp_path / RUNS[0].stem).exists()  # a dry run leaves no run folder
@@ -72,7 +74,7 @@ def test_the_quickstart_dry_runs_before_it_ran(nemo_run: None, tmp_path: Path) -
     for path in sorted((ROOT / "configs" / "runs").glob("quickstart*.yaml")):
         texts = list(submit(make_request(path, overrides=(f"run.dir={tmp_path}",)), dry_run=True))
         assert texts[0].startswith(f"# {load_config(path).config.run.name}: resolved configuration")
-        assert "launch.job end" in "\n".join(texts)
+        assert f"\nexec bash {ROOT / 'slurm' / 'train.sbatch'} " in "\n".join(texts)
 
 
 def test_a_sweep_is_every_combination(tmp_path: Path) -> None:
@@ -219,9 +221,10 @@ def test_two_nodes_signal_requeue_and_evaluation(
     )
     run_dir = tmp_path / "runs" / "tiny"
     wait_for_rows(run_dir, 2)
-    slurm.run("scancel", "--signal=USR1", jobs["train"])  # to the tasks, as --signal=USR1@300 does
+    # To the script, as --signal=B:USR1@300 does.
+    slurm.run("scancel", "--signal=USR1", "--batch", jobs["train"])
     fields = slurm.wait(jobs["train"])
-    logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
+    logs = texts_of_jobs(tmp_path)
     assert fields["JobState"] == "COMPLETED", logs
     assert [row["code"] for row in read_attempts(run_dir)] == [75, 0], logs
     assert (
@@ -237,7 +240,7 @@ def test_two_nodes_signal_requeue_and_evaluation(
 @pytest.mark.slurm
 @pytest.mark.sglang
 @pytest.mark.full
-def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
+def test_a_run_with_a_real_sglang_server_on_a_rollout_node_is_requeued(
     nemo_run: None, slurm: Slurm, tmp_path: Path
 ) -> None:
     interpreter = require_sglang()
@@ -259,11 +262,10 @@ def test_a_heterogeneous_job_with_a_real_sglang_server_is_requeued(
     ]
     jobs = submit_by_nemo_run(slurm, config, *overrides)
     wait_for_rows(run_dir, 2)
-    # To the tasks of both parts, as --signal=USR1@300 does: the servers must outlive the trainer's
-    # save.
-    slurm.run("scancel", "--signal=USR1", jobs["train"])
+    # To the script, as --signal=B:USR1@300 does: the servers must outlive the trainer's save.
+    slurm.run("scancel", "--signal=USR1", "--batch", jobs["train"])
     fields = slurm.wait(jobs["train"])
-    logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
+    logs = texts_of_jobs(tmp_path)
     assert fields["JobState"] == "COMPLETED", logs
     attempts = read_attempts(run_dir)
     assert [row["code"] for row in attempts] == [75, 0], logs
@@ -302,7 +304,7 @@ def test_colocated_servers_on_two_nodes(nemo_run: None, slurm: Slurm, tmp_path: 
     ]
     jobs = submit_by_nemo_run(slurm, config, *overrides)
     fields = slurm.wait(jobs["train"])
-    logs = "\n".join(path.read_text() for path in (tmp_path / "nemo").rglob("*.out"))
+    logs = texts_of_jobs(tmp_path)
     assert fields["JobState"] == "COMPLETED", logs
     assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()] == [1, 2]
     servers = run_dir / "logs" / "latest" / "servers"
@@ -329,7 +331,8 @@ def test_jobs_that_follow_a_run_depend_on_it_and_on_each_other(
         ("eval", "train"),
         ("diversity", "eval"),
     ]
-    assert "-m pacs_megatron eval 'a b.yaml'" in text and "-m pacs_megatron diversity run" in text
+    assert "slurm/eval.sbatch 'a b.yaml'" in text
+    assert "slurm/command.sbatch diversity run" in text
     alone = "\n".join(submit(make_request(config, later=later, train=False), dry_run=True))
     assert re.findall(r"(\S+) starts after (\S+)", alone) == [("diversity", "eval")]
-    assert "launch.job begin" not in alone
+    assert "train.sbatch" not in alone

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import ClusterConfig, ContainerOptions, load_cluster
 from pacs_megatron.config.messages import all_keys
 from pacs_megatron.errors import ConfigError, PacsError
-from pacs_megatron.launch.batch_script import Submission, setup_lines, train_command
+from pacs_megatron.launch.batch_script import Submission, job_lines, train_arguments
 from pacs_megatron.launch.submit import expand, submit
 from tests.support.fuzz import NUM_INPUTS, fuzz
 from tests.support.needs import require_nemo_run
@@ -62,9 +63,24 @@ class Sandbox:
         self.config.write_text(BASE)
         self.bin = folder / "bin"
         self.bin.mkdir()
-        for name in ("srun", "scontrol", "sbatch", "squeue", "module", "python", "source"):
-            (self.bin / name).write_text("#!/bin/sh\nexit 0\n")
+        self.calls = folder / "calls"
+        """words of each srun, one file a call"""
+        self.calls.mkdir()
+        programs = dict.fromkeys(("sbatch", "squeue", "module", "source"), "")
+        programs["srun"] = f'printf "%s\\n" "$@" >"{self.calls}/$$"'
+        programs["scontrol"] = "echo n1"
+        # The answers of `launch.job` to scripts of slurm/.
+        programs["python"] = f"""case " $* " in
+*" describe "*) cat "{folder}/description" ;;
+*" begin "*) echo "{folder}" ;;
+esac"""
+        for name, text in programs.items():
+            (self.bin / name).write_text(f"#!/bin/sh\n{text}\n")
             (self.bin / name).chmod(0o755)
+        description = {"TRAIN_NODES": 1, "ROLLOUT_NODES": 0, "RANKS_PER_NODE": 1}
+        description |= {"MAX_ATTEMPTS": 3, "RUN_DIR": folder}
+        lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in description.items()]
+        (folder / "description").write_text("".join(lines))
 
     def cluster(self, **changes: object) -> ClusterConfig:
         path = self.folder / "cluster.yaml"
@@ -98,6 +114,8 @@ class Sandbox:
                     "PATH": f"{self.bin}:/usr/bin:/bin",
                     "SLURM_JOB_ID": "1",
                     "SLURM_JOB_NAME": "x",
+                    "SLURM_JOB_NUM_NODES": "1",
+                    "SLURM_JOB_NODELIST": "n1",
                 },
             )
 
@@ -236,13 +254,12 @@ def test_shellcheck_on_generated_scripts(sandbox: Sandbox, base: list[str]) -> N
         ]
     request = Submission(config=sandbox.config, overrides=tuple(overrides), cluster=cluster)
     (job,) = expand(request)
-    for text in (setup_lines(job, request), train_command(job, request)):
-        path = sandbox.folder / "own.sh"
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        done = subprocess.run(
-            [SHELLCHECK, "--exclude=SC2016", path], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout
+    path = sandbox.folder / "own.sh"
+    path.write_text(f"#!/bin/bash\n{job_lines(cluster, train_arguments(job, request))}\n")
+    done = subprocess.run(
+        [SHELLCHECK, "--exclude=SC2016", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
     for script in sandbox.scripts(overrides, cluster):
         path.write_text(script)
         # NeMo-Run's own lines have warnings.
@@ -250,6 +267,39 @@ def test_shellcheck_on_generated_scripts(sandbox: Sandbox, base: list[str]) -> N
             [SHELLCHECK, "--severity=error", path], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout
+
+
+def test_every_word_reaches_srun_as_it_is_written(sandbox: Sandbox) -> None:
+    """The body of a job by hand reads them from variables of the site."""
+    odd = 'it\'s $(a) "b"  *'
+    cluster = sandbox.cluster(
+        python=["python", odd],
+        srun_args=[f"--comment={odd}"],
+        cpu_bind="map_ldom:0",
+        container={"runtime": "pyxis", "image": odd, "mounts": ["/a b:/c"]},
+        env={"A": odd},
+    )
+    overrides = (f"data.prompt_suffix={json.dumps(odd)}",)
+    request = Submission(config=sandbox.config, overrides=overrides, cluster=cluster)
+    (job,) = expand(request)
+    for arguments in (train_arguments(job, request), ["eval", "run.yaml", odd], ["diversity", odd]):
+        lines = job_lines(cluster, arguments)
+        sandbox.execute([f"#!/bin/bash\n{lines}\necho not reached >{sandbox.folder}/reached\n"])
+        [call] = sandbox.calls.iterdir()
+        words = call.read_text().splitlines()
+        call.unlink()
+        at = words.index("-m")
+        assert words[at - 7 : at] == [
+            "--cpu-bind=map_ldom:0",
+            f"--container-image={odd}",
+            f"--container-workdir={sandbox.folder}",
+            "--container-mounts=/a b:/c",
+            f"--comment={odd}",
+            "python",
+            odd,
+        ]
+        assert words[at:] == ["-m", "pacs_megatron", *arguments]
+    assert not (sandbox.folder / "reached").exists()
 
 
 def tree(folder: Path) -> set[str]:

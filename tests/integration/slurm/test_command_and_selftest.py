@@ -18,8 +18,9 @@ pytestmark = pytest.mark.slurm
 def test_conversion_as_a_job(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
     model = make_tiny_qwen3(tmp_path / "model")
     out = tmp_path / "job.log"
-    words = ["to-megatron", "--hf", str(model), "--out", str(tmp_path / "converted"), "--verify"]
-    script = str(repo / "slurm" / "convert.sbatch")
+    words = ["convert", "to-megatron", "--hf", str(model), "--verify"]
+    words += ["--out", str(tmp_path / "converted")]
+    script = str(repo / "slurm" / "command.sbatch")
     options = ["--cpus-per-task=1", f"--output={out}"]
     job_id = slurm.submit(*options, script, *words, cwd=tmp_path, env=job_environment(repo))
     assert slurm.wait(job_id)["JobState"] == "COMPLETED", out.read_text()
