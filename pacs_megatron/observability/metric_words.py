@@ -3,9 +3,11 @@
 _GROUPS = {
     "cispo": "CISPO",
     "dapo": "DAPO",
+    "dgpo": "DGPO",
     "dr_grpo": "Dr. GRPO",
     "grpo": "GRPO",
     "gspo": "GSPO",
+    "maxrl": "MaxRL",
     "pacs": "PACS",
     "ppo": "PPO",
     "real": "REAL",

@@ -1,5 +1,5 @@
 """Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE and REINFORCE++
-in their authors' code.
+in their authors' code, advantages of MaxRL and DGPO.
 
 Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS,
 named as there:
@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -28,8 +29,11 @@ COMMITS = {
     "REAL": "1c30726a1c7606e717091b4b8cf1fc156a06039f",  # Red-RL/REAL
     "RLVR-Decomposed": "a5d4e7c1df6016ebd7396bd6db83d885120adb6d",  # TianHongZXY/RLVR-Decomposed
     "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
+    "maxrl": "c0698ebb439a81ae1c6b01a842df3f2541816b4d",  # tajwarfahim/maxrl
+    "MathForge": "83edda024759f052a4a715eb2c2e553fb9da25ca",  # AMAP-ML/MathForge
 }
 EMPTY = (
+    "einops",
     "ray",
     "deepspeed",
     "tensordict",
@@ -185,6 +189,43 @@ def reinforce_pp(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any
     return found
 
 
+def maxrl(folder: Path) -> dict[str, Any]:
+    with package(folder):
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        advantages, _ = algos.compute_maxrl_outcome_advantage(
+            SCORES.clone(), MASK, torch.tensor(GROUPS).numpy()
+        )
+    return {"maxrl": {"advantages": flat(advantages)}}
+
+
+def dgpo(folder: Path) -> dict[str, Any]:
+    """The lines of the trainer's method that compute the advantages, for one process."""
+    source = (folder / "trl-0.20.0/trl/trainer/grpo_trainer.py").read_text()
+    start = source.index("        main_rewards = rewards_per_func[:, 0]")
+    end = source.index("        # Slice to keep only the local part of the data", start)
+
+    found = {}
+    for name, has_weights in (("dgpo", True), ("dgpo-unweighted", False)):
+        args = SimpleNamespace(enable_dgpo=True, enable_dgpo_dqw=has_weights, dgpo_dqw_temp=2.0)
+        scope = {
+            "torch": torch,
+            "gather": lambda values: values,
+            "device": "cpu",
+            "rewards_per_func": torch.tensor(LABELS).double()[:, None],
+            "completion_mask": MASK,
+            "self": SimpleNamespace(
+                args=args,
+                num_generations=3,
+                scale_rewards=True,
+                reward_weights=torch.ones(1).double(),
+                accelerator=SimpleNamespace(num_processes=1),
+            ),
+        }
+        exec(textwrap.dedent(source[start:end]), scope)  # noqa: S102  # the authors' code
+        found[name] = {"advantages": flat(scope["advantages"][:, None] * MASK)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
@@ -203,7 +244,9 @@ def main() -> None:
         "tokens": {name: flat(values) for name, values in tokens.items()},
         "cases": real(folder / "REAL", tokens)
         | w_reinforce(folder / "RLVR-Decomposed", tokens)
-        | reinforce_pp(folder / "OpenRLHF", tokens),
+        | reinforce_pp(folder / "OpenRLHF", tokens)
+        | maxrl(folder / "maxrl")
+        | dgpo(folder / "MathForge"),
     }
     Path(__file__).with_name("authors_golden.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
-"""REAL, PSR, NSR, W-REINFORCE and REINFORCE++ equal their authors' code on the same tensors
-(make_authors_golden.py made the file). OpenRLHF takes mean and variance in float32, REAL's BCE
-variant its targets.
+"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL and DGPO equal their authors' code on the same
+tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in float32, REAL's
+BCE variant its targets.
 """
 
 import json
@@ -25,10 +25,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"name": "reinforce_pp"},
     "reinforce_pp-group": {"name": "reinforce_pp", "baseline": "group"},
 }
+ADVANTAGES: dict[str, dict[str, Any]] = {
+    "maxrl": {"name": "maxrl"},
+    "dgpo": {"name": "dgpo"},
+    "dgpo-unweighted": {"name": "dgpo", "difficulty_temperature": None},
+}
 
 
 def test_every_case_of_the_file_is_compared() -> None:
-    assert set(OPTIONS) == set(GOLDEN["cases"])
+    assert set(OPTIONS) | set(ADVANTAGES) == set(GOLDEN["cases"])
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -58,3 +63,14 @@ def test_loss_and_gradient_of_the_authors(case: str) -> None:
         loss = torch.tensor(prepared.loss, dtype=torch.float64)
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=relative)
     np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=relative, atol=1e-15)
+
+
+@pytest.mark.parametrize("case", ADVANTAGES)
+def test_advantages_of_the_authors(case: str) -> None:
+    objective = build_objective(
+        TypeAdapter(ObjectiveOptions).validate_python(ADVANTAGES[case]), updates_per_step=1
+    )
+    facts = make_facts(GOLDEN["groups"], GOLDEN["labels"], lens=GOLDEN["lens"])
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    of_tokens = np.repeat(prepared.per_sample["advantage"].numpy(), GOLDEN["lens"])
+    np.testing.assert_allclose(of_tokens, GOLDEN["cases"][case]["advantages"], rtol=1e-6)

@@ -28,8 +28,9 @@ TOLERANCES: Mapping[str, tuple[float, float, str]] = {
     "weights after the resume": (0, 0, "difference from the saved ones"),
     "Adam's first moment": (1e-4, 0.2, "of the tensor's largest"),
     "Adam's second moment": (1e-4, 0.2, "of the tensor's largest"),
-    "loss at drawn log-probs": (1e-9, 1e-9, "of the value, at least of 0.001"),
-    "derivative at drawn log-probs": (1e-9, 1e-9, "of the sample's largest"),
+    # Cancellation of large terms in float64 reaches 1.4e-9.
+    "loss at drawn log-probs": (1e-8, 1e-8, "of the value, at least of 0.001"),
+    "derivative at drawn log-probs": (1e-8, 1e-8, "of the sample's largest"),
     "exported and converted weights": (0, 0, "difference from the last ones"),
     "config.json of the exported and converted folders": (0, 0, "keys that differ"),
 }

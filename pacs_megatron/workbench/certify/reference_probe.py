@@ -117,7 +117,8 @@ def draw(
     if labels != "drawn":
         label[:] = float(labels == "correct")
 
-    rewards = label + rng.normal(0, 0.1, num_samples)
+    # Not negative: an objective may divide by their mean.
+    rewards = np.abs(label + rng.normal(0, 0.1, num_samples))
     rewards[groups == NUM_GROUPS - 1] = 0.5
     lens = rng.integers(1, MAX_LENGTH + 1, num_samples)
     num_tokens = int(lens.sum())

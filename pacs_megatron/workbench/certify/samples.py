@@ -67,7 +67,8 @@ def _step_arrays(case: Case, step: int, rng: np.random.Generator) -> dict[str, A
     arrays = {
         "groups": groups,
         "labels": labels,
-        "rewards": labels + np.where(is_equal, 0.0, reward_noise),
+        # Not negative: an objective may divide by their mean.
+        "rewards": np.abs(labels + np.where(is_equal, 0.0, reward_noise)),
         "prompt_lens": prompt_lens,
         "response_lens": response_lens,
         "truncated": truncated,

@@ -37,6 +37,8 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "reinforce_pp": (2, {"name": "reinforce_pp"}),
     "rloo": (2, {"name": "rloo"}),
     "w_reinforce": (2, {"name": "w_reinforce", "classes": "negative"}),
+    "maxrl": (2, {"name": "maxrl"}),
+    "dgpo": (2, {"name": "dgpo"}),
     "ppo": (2, {"name": "ppo"}),
     "real": (2, {"name": "real"}),
     "real_bce": (2, {"name": "real_bce"}),

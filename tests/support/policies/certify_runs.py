@@ -396,6 +396,8 @@ EXAMPLES: dict[str, list[str]] = {
     "grpo": [],
     "dr_grpo": [],
     "w_reinforce": [],
+    "maxrl": [],
+    "dgpo": ["parallel.tp=1", "parallel.cp=2"],
     "psr": [],
     "nsr": [],
     "reinforce_pp": [],

@@ -81,6 +81,8 @@ OBJECTIVE_CASES: dict[str, dict[str, Any]] = {
         "importance_cap": 1.2,
         "importance_floor": 0.8,
     },
+    "maxrl": {"name": "maxrl", "clip_low": 0.02, "clip_high": 0.02, "loss_mean": "sequence"},
+    "dgpo": {"name": "dgpo", "clip_low": 0.02, "clip_high": 0.02, "difficulty_temperature": 0.5},
     "real": {"name": "real"},
     "real_bce": {"name": "real_bce", "tau": 0.3},
 }

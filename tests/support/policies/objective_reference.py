@@ -159,7 +159,8 @@ def random_batch(
         labels.tolist(),
         lens=np.bincount(sample_of_token, weights=mask).astype(int).tolist(),
         truncated=(rng.random(len(groups)) < 0.2).tolist(),
-        rewards=(labels + rng.normal(0, 0.1, len(groups))).tolist(),
+        # Not negative: an objective may divide by their mean.
+        rewards=np.abs(labels + rng.normal(0, 0.1, len(groups))).tolist(),
     )
     return Batch(
         facts=replace(facts, advantage_abs=rng.exponential(1.0, len(groups))),
@@ -242,6 +243,8 @@ _OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "rloo": _POLICY_GRADIENT,
     "reinforce_pp": _POLICY_GRADIENT | {"baseline": "none"},
     "w_reinforce": _POLICY_GRADIENT | {"classes": "both", "positive_weight": 0.1},
+    "maxrl": _POLICY_GRADIENT,
+    "dgpo": _POLICY_GRADIENT | {"difficulty_temperature": 2.0},
     "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5, "value_coef": 0.5},
     "real": {"tau": 0.5},
     "real_bce": {"tau": 0.5},

@@ -112,6 +112,17 @@ def _w_reinforce(draw: Draw) -> dict[str, Any]:
     return options
 
 
+def _maxrl(draw: Draw) -> dict[str, Any]:
+    options = _grpo(draw)
+    if options.get("kl_in") == "reward":
+        options |= {"kl_in": "loss", "kl_estimator": "k3"}
+    return options
+
+
+def _dgpo(draw: Draw) -> dict[str, Any]:
+    return _grpo(draw) | {"difficulty_temperature": draw.choice([None, 0.3, 2.0])}
+
+
 def _ppo(draw: Draw) -> dict[str, Any]:
     options = _grpo(draw)
     if options.get("kl_in") == "reward":
@@ -140,6 +151,8 @@ _OF_OBJECTIVE: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "cispo": _cispo,
     "reinforce_pp": _reinforce_pp,
     "w_reinforce": _w_reinforce,
+    "maxrl": _maxrl,
+    "dgpo": _dgpo,
     "ppo": _ppo,
     "real": _real,
     "real_bce": _real,

@@ -13,6 +13,7 @@ import torch
 from pydantic import TypeAdapter
 
 from pacs_megatron.contracts import Prepared
+from pacs_megatron.errors import RewardError
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
 from pacs_megatron.objectives.shared.base import Objective
 from tests.support.policies.objective_cases import OBJECTIVE_CASES
@@ -192,6 +193,30 @@ def test_advantages_of_reinforce_pp_are_scaled_over_the_whole_rollout_batch() ->
     assert weighted.mean() == pytest.approx(0, abs=1e-12) and weighted.std() == pytest.approx(1)
 
 
+def test_maxrl_and_dgpo_on_numbers_by_hand() -> None:
+    """Groups of accuracy 1/4, 1 and 3/4 with 2, 3 and 1 tokens a response."""
+    labels = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    facts = make_facts([0] * 4 + [1] * 4 + [2] * 4, labels, lens=[2] * 4 + [3] * 4 + [1] * 4)
+
+    maxrl = build("maxrl").prepare_step(facts)
+    expected = [3, -1, -1, -1, 0, 0, 0, 0, 1 / 3, 1 / 3, 1 / 3, -1]
+    assert [maxrl[one] for one in facts.ids] == pytest.approx(expected, rel=1e-5, abs=0)
+
+    # 24 tokens, 12 of them in groups with both labels; softmax of (-1/4, -3/4) / 0.5.
+    odds = np.exp([-0.5, -1.5])
+    first, last = 2 * odds / odds.sum()
+    dgpo = build("dgpo").prepare_step(facts)
+    expected = [2 * first, *[-2 / 3 * first] * 3, 0, 0, 0, 0, *[2 / 3 * last] * 3, -2 * last]
+    expected = [2 * value for value in expected]
+    assert [dgpo[one] for one in facts.ids] == pytest.approx(expected, rel=1e-4, abs=0)
+
+
+def test_maxrl_rejects_a_negative_reward() -> None:
+    facts = make_facts([0, 0], [1.0, 0.0], rewards=[1.0, -1.0])
+    with pytest.raises(RewardError, match=r"^reward of sample 0:data/0#1 is -1.0; .* let the"):
+        build("maxrl").prepare_step(facts)
+
+
 def test_w_reinforce_trains_single_samples_and_leaves_one_class_out() -> None:
     facts = make_facts([0, 1, 2], [1.0, 0.0, 1.0], lens=[2, 3, 4])
     for case, advantages in (("psr", [1, 0, 1]), ("nsr", [0, -1, 0])):
@@ -307,6 +332,11 @@ def test_real_divides_a_class_with_huge_scores_among_its_samples() -> None:
             {"name": "w_reinforce", "kl_coef": 0.1, "kl_in": "reward"},
             "objective.kl_in=reward does not go with objective.name=w_reinforce",
         ),
+        (
+            {"name": "maxrl", "kl_coef": 0.1, "kl_in": "reward"},
+            "objective.kl_in=reward does not go with objective.name=maxrl",
+        ),
+        ({"name": "dgpo", "difficulty_temperature": 0}, "greater than 0"),
         (
             {"name": "grpo", "kl_estimator": "k2"},
             "objective.kl_estimator=k2 does not go with kl_coef=0",

@@ -45,6 +45,8 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
     "cispo": policy_gradient,
     "rloo": policy_gradient,
     "w_reinforce": policy_gradient,
+    "maxrl": policy_gradient,
+    "dgpo": policy_gradient,
     "reinforce_pp": policy_gradient,
     "ppo": policy_gradient,
     "real": real,

@@ -5,7 +5,8 @@ arXiv:2507.18071, LUSPO arXiv:2602.05261, CISPO arXiv:2506.13585, RLOO arXiv:240
 arXiv:2501.03262, W-REINFORCE arXiv:2506.01347. Numbers in brackets are equations of the paper that
 they follow. Three rules are in no paper: the factor |o| of LUSPO (TRL), the biased variance of
 REINFORCE++ and its floor (the authors' code), and W-REINFORCE's mean over the trained samples alone
-(the authors' code cuts the batch first).
+(the authors' code cuts the batch first). MaxRL and DGPO are written from their authors' code
+(tajwarfahim/maxrl c0698eb, AMAP-ML/MathForge 83edda0).
 """
 
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def sample_advantages(batch: Batch) -> Tensor:
             return w_reinforce_advantages(batch)
         case "reinforce_pp":
             return reinforce_pp_advantages(batch.step or batch)[batch.rows]
+        case "dgpo":
+            return dgpo_advantages(batch.step or batch)[batch.rows]
 
     rewards = penalised_rewards(batch)
     advantages = torch.zeros_like(rewards)
@@ -91,6 +94,8 @@ def group_advantages(rewards: Tensor, name: str) -> Tensor:
                 siblings = torch.cat([rewards[:i], rewards[i + 1 :]])
                 advantages.append(rewards[i] - siblings.mean())
             return torch.stack(advantages)
+        case "maxrl":
+            return (rewards - rewards.mean()) / (rewards.mean() + 1e-6)
         case _:
             # GRPO (section 4.1.2), DAPO (9), GSPO (6), CISPO.
             return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -106,6 +111,34 @@ def reinforce_pp_advantages(step: Batch) -> Tensor:
     of_tokens = rewards.repeat_interleave(torch.tensor(step.lens))
     variance = of_tokens.var(correction=0).clamp(min=1e-8)
     return (rewards - of_tokens.mean()) / variance.sqrt()
+
+
+def dgpo_advantages(step: Batch) -> Tensor:
+    """DGPO: of a whole rollout batch, [n]; 0 in groups of equal rewards, which count nowhere."""
+    rewards = penalised_rewards(step)
+    advantages = torch.zeros_like(rewards)
+    mixed = [rows for rows in step.groups if bool((rewards[rows] != rewards[rows[0]]).any())]
+    if not mixed:
+        return advantages
+
+    difficulties = []
+    for rows in mixed:
+        accuracy = float(step.labels[rows].mean())
+        difficulties.append(-1.0 if accuracy == 0.0 else -accuracy)
+    weights = torch.ones(len(mixed), dtype=torch.float64)
+    temperature = step.options["difficulty_temperature"]
+    if temperature is not None:
+        exponentials = (torch.tensor(difficulties, dtype=torch.float64) / temperature).exp()
+        weights = len(mixed) * exponentials / exponentials.sum()
+
+    num_tokens = 0
+    for rows in mixed:
+        num_tokens += sum(step.lens[row] for row in rows)
+    for rows, weight in zip(mixed, weights, strict=True):
+        difference = rewards[rows] - rewards[rows].mean()
+        balanced = len(rows) * difference / (difference.abs().sum() + 1e-4)
+        advantages[rows] = balanced * sum(step.lens) / num_tokens * weight
+    return advantages
 
 
 def w_reinforce_advantages(batch: Batch) -> Tensor:
