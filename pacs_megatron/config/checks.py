@@ -3,13 +3,18 @@ problem is one line.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.layout import draws_of, ranks_to_start
 from pacs_megatron.config.reward_options import UNIT_REWARDS
-from pacs_megatron.config.schema import AdmissionOptions, RunConfig
+from pacs_megatron.config.schema import (
+    AdmissionOptions,
+    DatasetOptions,
+    RunConfig,
+    TrainOptions,
+)
 from pacs_megatron.contracts.options import Options
 from pacs_megatron.objectives.dapo import DapoOptions
 from pacs_megatron.objectives.registry import REGISTRY
@@ -430,35 +435,53 @@ def _engine_problems(config: RunConfig) -> Iterator[str]:
             "math"
         )
 
-    columns = config.data.train.columns
-    if uses_demonstrations and columns is not None and columns.solution is None:
-        yield (
-            "`data.train.columns.solution` is missing; rollout.engine=demonstrations trains on it: "
-            "name the column"
-        )
+    for key, dataset in _train_sets(config).items():
+        columns = dataset.columns
+        if uses_demonstrations and columns is not None and columns.solution is None:
+            yield (
+                f"`{key}.columns.solution` is missing; rollout.engine=demonstrations trains on it: "
+                "name the column"
+            )
     has_benchmarks = bool(config.evaluation.benchmarks)
     if uses_demonstrations and config.reward is not None and not has_benchmarks:
         yield "`reward` is not used by rollout.engine=demonstrations without benchmarks; remove it"
 
 
-def _dataset_problems(config: RunConfig) -> Iterator[str]:
-    datasets = {"data.train": config.data.train}
-    for index, benchmark in enumerate(config.evaluation.benchmarks):
-        datasets[f"evaluation.benchmarks.{index}"] = benchmark
+def _train_sets(config: RunConfig) -> dict[str, TrainOptions]:
+    """Key -> training set."""
+    mixed = {f"data.mix.{index}": dataset for index, dataset in enumerate(config.data.mix)}
+    return {"data.train": config.data.train, **mixed}
 
-    key_of_name: dict[str, str] = {}
-    for key, dataset in datasets.items():
+
+def _dataset_problems(config: RunConfig) -> Iterator[str]:
+    train_sets = _train_sets(config)
+    benchmarks: dict[str, DatasetOptions] = {}
+    for index, benchmark in enumerate(config.evaluation.benchmarks):
+        benchmarks[f"evaluation.benchmarks.{index}"] = benchmark
+
+    for key, dataset in {**train_sets, **benchmarks}.items():
         if (dataset.preset is None) == (dataset.columns is None):
             got = "neither" if dataset.preset is None else "both"
             yield f"{key}: exactly one of `preset` and `columns` must be set, got {got}; set one"
 
+    if not config.data.mix and config.data.train.weight != 1:
+        yield (
+            f"data.train.weight={config.data.train.weight:g} has no effect on the only training "
+            "set; add data.mix, or remove the weight"
+        )
+    # A benchmark may have the name of a training set.
+    yield from _name_problems(train_sets)
+    yield from _name_problems(benchmarks)
+
+
+def _name_problems(datasets: Mapping[str, DatasetOptions]) -> Iterator[str]:
+    """A name that two of the data sets have."""
+    key_of_name: dict[str, str] = {}
+    for key, dataset in datasets.items():
         name = dataset.name or dataset.preset or Path(dataset.path).stem
-        if key == "data.train":
-            continue  # a benchmark may have the name of the training data
         first_key = key_of_name.setdefault(name, key)
         if first_key != key:
-            number = first_key.rpartition(".")[2]
-            yield f"{key}.name={name} is also the name of benchmark {number}; rename it"
+            yield f"{key}.name={name} is also the name of {first_key}; set another name"
 
 
 def _optimizer_problems(config: RunConfig) -> Iterator[str]:

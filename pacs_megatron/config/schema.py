@@ -362,20 +362,34 @@ class DatasetOptions(Options):
         return (self.path, *self.more_paths)
 
 
+class TrainOptions(DatasetOptions):
+    """A data set to train on."""
+
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    """With `data.mix`: the share of this data set in the prompts is its weight / sum of the
+    weights.
+    """
+
+
 PAPER_SUFFIX = r"Please reason step by step, and put your final answer within \boxed{}."
 MATHEMATICS = ("deepscaler", "gsm8k", "math500", "aime", "amc23", "beyondaime")
 """Presets whose problems end in an answer to box"""
 
 
 class DataOptions(Options):
-    train: DatasetOptions
+    train: TrainOptions
     """Training data."""
+
+    mix: tuple[TrainOptions, ...] = Field(default=(), strict=False)
+    """Further training sets, mixed with `train`: every step has each set's share of the prompts, as
+    exactly as whole prompts allow. Each set has its own epochs.
+    """
 
     prompt_suffix: str | None = None
     """Text appended to each problem after a space, also of the benchmarks; empty for none.
 
     null: the paper's (`Please reason step by step, and put your final answer within \\boxed{}.`) if
-    `train.preset` is a set of mathematics, none for other data.
+    all training sets have the preset of a set of mathematics, none for other data.
     """
 
     system_prompt: str | None = None
@@ -409,10 +423,15 @@ class DataOptions(Options):
         """Writes the suffix that null stands for, so that the run's file has it."""
         if not isinstance(values, dict) or values.get("prompt_suffix") is not None:
             return values
-        train = values.get("train")
-        preset = train.get("preset") if isinstance(train, dict) else getattr(train, "preset", None)
-        is_mathematics = isinstance(preset, str) and preset in MATHEMATICS
-        return values | {"prompt_suffix": PAPER_SUFFIX if is_mathematics else ""}
+        mix = values.get("mix")
+        sets = [values.get("train"), *(mix if isinstance(mix, list | tuple) else ())]
+        are_mathematics = all(_preset(each) in MATHEMATICS for each in sets)
+        return values | {"prompt_suffix": PAPER_SUFFIX if are_mathematics else ""}
+
+    @property
+    def train_sets(self) -> tuple[TrainOptions, ...]:
+        """`train` and `mix`."""
+        return (self.train, *self.mix)
 
     @field_validator("chat_template_args")
     @classmethod
@@ -423,6 +442,14 @@ class DataOptions(Options):
         if reserved:
             raise ValueError(f"{reserved[0]} is set by this program; remove it")
         return arguments
+
+
+def _preset(dataset: Any) -> str | None:
+    """The preset of a data set that is not validated yet."""
+    preset = (
+        dataset.get("preset") if isinstance(dataset, dict) else getattr(dataset, "preset", None)
+    )
+    return preset if isinstance(preset, str) else None
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = {

@@ -3,7 +3,7 @@
 The log of a run, `status`, `data preview`, `preflight` and `eval` show them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from pacs_megatron.config.schema import DataOptions
@@ -21,30 +21,57 @@ def check_dropped(prompt_set: PromptSet, data: DataOptions) -> None:
         )
 
 
-def notices(prompt_set: PromptSet, now: datetime, *, train: PromptSet | None = None) -> list[str]:
+def train_notices(sets: Sequence[PromptSet], now: datetime) -> list[str]:
+    """The lines of the training sets of a run, also about problems that two of them have.
+
+    Args:
+        sets: The training sets.
+        now: Time that the chat template has printed.
+    """
+    lines = []
+    for number, prompt_set in enumerate(sets):
+        lines += notices(prompt_set, now)
+        lines += shared_notices(prompt_set, sets[:number])
+    return lines
+
+
+def shared_notices(prompt_set: PromptSet, others: Sequence[PromptSet]) -> list[str]:
+    """A line for each other training set that has problems of this training set."""
+    lines = []
+    for other in others:
+        shared = num_shared(prompt_set.prompts, other.prompts)
+        if shared:
+            lines.append(
+                f"{prompt_set.name}: {shared} of {len(prompt_set.prompts)} problems are in "
+                f"{other.name} too, so they are trained more often; remove them from one"
+            )
+    return lines
+
+
+def notices(prompt_set: PromptSet, now: datetime, *, train: Sequence[PromptSet] = ()) -> list[str]:
     """The lines of a data set, empty without such a property.
 
     Args:
         prompt_set: The data set.
         now: Time that the chat template has printed.
-        train: The training data of the same run, if `prompt_set` is a benchmark.
+        train: The training sets of the same run, if `prompt_set` is a benchmark.
     """
     lines = [_dropped(prompt_set)] if prompt_set.num_dropped else []
     lines += _repeats(prompt_set)
     lines += _demonstrations(prompt_set)
-    if prompt_set.prints_time and train is None:
+    if prompt_set.prints_time and not train:
         lines.append(
             f"{prompt_set.name}: the chat template prints the time; every attempt of a run prints "
             f"that of its first one ({now:%Y-%m-%d %H:%M:%S}). For the same prompts in other runs, "
             "set the template's variable with data.chat_template_args"
         )
-    if train is not None:
-        shared = num_shared(prompt_set.prompts, train.prompts)
+    for train_set in train:
+        shared = num_shared(prompt_set.prompts, train_set.prompts)
         if shared:
             lines.append(
                 f"{prompt_set.name}: {shared} of {len(prompt_set.prompts)} problems are in the "
-                f"training data {train.name} too, so results on them show no generalisation; use "
-                "other problems"
+                f"training data {train_set.name} too, so results on them show no generalisation; "
+                "use other problems"
             )
     return lines
 

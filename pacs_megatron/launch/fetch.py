@@ -32,7 +32,7 @@ def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
             "HF_HUB_OFFLINE is set, but `fetch` uses the network; unset it for this command"
         )
     yield _fetch_model(config.model.path)
-    for dataset in (config.data.train, *config.evaluation.benchmarks):
+    for dataset in (*config.data.train_sets, *config.evaluation.benchmarks):
         yield _fetch_data(dataset)
 
 

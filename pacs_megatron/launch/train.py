@@ -207,7 +207,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     _check_model_path(loaded, "model.path", config.model.path)
     if isinstance(config.objective, PpoOptions) and config.objective.critic.path is not None:
         _check_model_path(loaded, "objective.critic.path", config.objective.critic.path)
-    for dataset in (config.data.train, *config.evaluation.benchmarks):
+    for dataset in (*config.data.train_sets, *config.evaluation.benchmarks):
         for path in dataset.paths:
             find_source(path)
     for reward in _rewards(loaded):

@@ -15,7 +15,7 @@ import xxhash
 
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.data import PromptSet, load_prompts
-from pacs_megatron.data.notices import check_dropped, notices
+from pacs_megatron.data.notices import check_dropped, notices, train_notices
 from pacs_megatron.data.prompts import digest_of
 from pacs_megatron.errors import DataError
 from pacs_megatron.models import load_spec
@@ -53,10 +53,10 @@ class RunPrompts:
         self.train = TrainData(config, model_dir, tokenizer, now)
         max_context = load_spec(model_dir).max_context
         self.benchmarks = load_benchmarks(config, max_context, tokenizer, now)
-        self.notices = notices(self.train.loaded, now)
+        self.notices = train_notices(self.train.sets, now)
         for benchmark in self.benchmarks:
             check_dropped(benchmark, config.data)
-            self.notices += notices(benchmark, now, train=self.train.loaded)
+            self.notices += notices(benchmark, now, train=self.train.sets)
 
         record = {"time": now.isoformat(), "notices": self.notices}
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"

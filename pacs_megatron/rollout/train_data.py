@@ -6,16 +6,18 @@ solution is the only sample of its prompt, with label 1: a demonstration.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import RunConfig, TrainOptions
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Span, Stop
 from pacs_megatron.data import (
+    Ingredient,
+    MixedOrder,
     PromptOrder,
     PromptSet,
     ResponseRules,
@@ -32,12 +34,17 @@ logger = logging.getLogger(__name__)
 
 
 def load_train(
-    config: RunConfig, model_dir: Path, tokenizer: Any, now: datetime | None = None
+    config: RunConfig,
+    dataset: TrainOptions,
+    model_dir: Path,
+    tokenizer: Any,
+    now: datetime | None = None,
 ) -> PromptSet:
-    """The training prompts, with the solutions as responses if none are sampled.
+    """The prompts of a training set, with the solutions as responses if none are sampled.
 
     Args:
         config: of the run.
+        dataset: one of `config.data.train_sets`.
         model_dir: the folder with config.json, for the stop tokens.
         tokenizer: of the model.
         now: time that the chat template prints; None: the current one.
@@ -51,7 +58,7 @@ def load_train(
             ends=end_tokens(tokenizer, str(model_dir)),
             max_tokens=config.rollout.sampling.max_response_tokens,
         )
-    return load_prompts(config.data.train, config.data, tokenizer, now=now, responses=responses)
+    return load_prompts(dataset, config.data, tokenizer, now=now, responses=responses)
 
 
 class TrainData:
@@ -77,25 +84,28 @@ class TrainData:
                 dropped.
         """
         self._config = config
-        self.loaded = load_train(config, model_dir, tokenizer, now)
-        if self.loaded.num_filtered:
-            logger.info(
-                "%s: %d rows used, %d outside data.train.where",
-                self.loaded.name,
-                self.loaded.num_rows,
-                self.loaded.num_filtered,
-            )
-        check_dropped(self.loaded, config.data)
-        self.prompts = self.loaded.prompts
-        self._demonstrations: Mapping[str, np.ndarray] = {}
-        if self.loaded.demonstrations is not None:
-            self._demonstrations = self.loaded.demonstrations.token_ids
-        self.repeats_problems = num_repeated(self.prompts) > 0
+        datasets = config.data.train_sets
+        self.sets = [load_train(config, each, model_dir, tokenizer, now) for each in datasets]
+        prompts: list[Prompt] = []
+        self._demonstrations: dict[str, np.ndarray] = {}
+        for loaded in self.sets:
+            if loaded.num_filtered:
+                logger.info(
+                    "%s: %d rows used, %d outside `where`",
+                    loaded.name,
+                    loaded.num_rows,
+                    loaded.num_filtered,
+                )
+            check_dropped(loaded, config.data)
+            prompts += loaded.prompts
+            if loaded.demonstrations is not None:
+                self._demonstrations |= loaded.demonstrations.token_ids
 
+        self.prompts = tuple(prompts)
+        self.repeats_problems = num_repeated(self.prompts) > 0
         self.by_id = {prompt.id: prompt for prompt in self.prompts}
         self._number_of = {prompt.id: number for number, prompt in enumerate(self.prompts)}
-        digest = digest_of(self.prompts)
-        self.order = PromptOrder(len(self.prompts), config.run.seed, config.data.shuffle, digest)
+        self.order = _order(config, self.sets)
 
     def take(self, step: int) -> StepRollouts:
         """The rollouts of `step` for the next prompts; demonstrations are complete at once.
@@ -127,12 +137,8 @@ class TrainData:
         data.
         """
         num_new = math.ceil(num_missing * self._config.admission.oversample)
-        # The next prompts can be those of the step, so as many more are taken.
-        taken = self.order.take(min(num_new + len(rollouts.prompts), len(self.prompts)))
-        unused = [k for k in taken if self.prompts[k].id not in rollouts.by_id]
-        new = unused[:num_new]
-        self.order.put_back([k for k in taken if k not in new])
-        return tuple(self.prompts[k] for k in new)
+        in_step = {self._number_of[prompt.id] for prompt in rollouts.prompts}
+        return tuple(self.prompts[k] for k in self.order.take_others(num_new, in_step))
 
     def put_back(self, prompt_ids: Sequence[str]) -> None:
         """Returns the prompts of incomplete groups; they come first in the next step."""
@@ -171,3 +177,18 @@ class TrainData:
             )
             samples.append(sample)
         return samples
+
+
+def _order(config: RunConfig, sets: Sequence[PromptSet]) -> PromptOrder | MixedOrder:
+    """The order of the training prompts, by the weights of the data sets."""
+    ingredients = []
+    for stream, (dataset, loaded) in enumerate(zip(config.data.train_sets, sets, strict=True)):
+        order = PromptOrder(
+            len(loaded.prompts),
+            config.run.seed,
+            config.data.shuffle,
+            digest_of(loaded.prompts),
+            stream=stream,
+        )
+        ingredients.append(Ingredient(loaded.name, dataset.weight, order))
+    return ingredients[0].order if len(ingredients) == 1 else MixedOrder(ingredients)

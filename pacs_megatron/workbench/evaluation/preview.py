@@ -18,7 +18,7 @@ from pacs_megatron.config.schema import DataOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import PromptSet, load_tokenizer
-from pacs_megatron.data.notices import check_dropped, notices
+from pacs_megatron.data.notices import check_dropped, notices, shared_notices
 from pacs_megatron.data.sources import find_source
 from pacs_megatron.errors import ConversionError, DataError, RewardError, shown
 from pacs_megatron.models import load_spec
@@ -107,7 +107,7 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
         rows: number of prompts to print for each data set.
     """
     config = load_config(config_path, overrides).config
-    datasets = (config.data.train, *config.evaluation.benchmarks)
+    datasets = (*config.data.train_sets, *config.evaluation.benchmarks)
     # A missing file is an error before transformers loads.
     for dataset in datasets:
         for path in dataset.paths:
@@ -116,18 +116,30 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     now = datetime.now()
     folder = config_folder(local_path(config.model.path))
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    train = load_train(config, folder, tokenizer, now)
-    prompt_sets = [train, *load_benchmarks(config, _max_context(folder), tokenizer, now)]
+    train = [load_train(config, each, folder, tokenizer, now) for each in config.data.train_sets]
+    prompt_sets = [*train, *load_benchmarks(config, _max_context(folder), tokenizer, now)]
 
     texts = []
-    for dataset, prompt_set in zip(datasets, prompt_sets, strict=True):
+    for number, (dataset, prompt_set) in enumerate(zip(datasets, prompt_sets, strict=True)):
         unverified = None
         if config.reward is not None:
             unverified = check_gold(prompt_set.prompts, config.reward)
-        lines = notices(prompt_set, now, train=None if prompt_set is train else train)
+        is_train = number < len(train)
+        lines = notices(prompt_set, now, train=() if is_train else train)
+        if is_train:
+            lines += shared_notices(prompt_set, train[:number])
+            lines += _share(config.data, number)
         lines += _error_of_a_run(prompt_set, config.data)
         texts.append(render(prompt_set, dataset.path, unverified, rows, lines))
     return "\n\n".join(texts)
+
+
+def _share(data: DataOptions, number: int) -> list[str]:
+    """The share of a training set in the prompts of a run; empty without a mixture."""
+    weights = [dataset.weight for dataset in data.train_sets]
+    if len(weights) == 1:
+        return []
+    return [f"share of the training prompts: {weights[number] / sum(weights):.1%}"]
 
 
 def _max_context(folder: Path) -> int:

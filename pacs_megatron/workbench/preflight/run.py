@@ -8,6 +8,7 @@ nodes.
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +23,11 @@ from pacs_megatron.checkpoint.manifest import check_files, read_manifest
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, whole_checkpoints
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.reward_options import AnyReward
-from pacs_megatron.config.schema import DatasetOptions, WandbOptions
+from pacs_megatron.config.schema import DatasetOptions, TrainOptions, WandbOptions
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts.samples import Prompt
 from pacs_megatron.data import PromptSet, end_tokens, load_prompts, load_tokenizer
-from pacs_megatron.data.notices import check_dropped, notices
+from pacs_megatron.data.notices import check_dropped, notices, shared_notices
 from pacs_megatron.data.tokenizer import EndTokens
 from pacs_megatron.errors import PacsError
 from pacs_megatron.models import load_spec, weight_table
@@ -285,6 +286,8 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
     """The training set and the benchmarks."""
     config = loaded.config
     datasets: dict[str, DatasetOptions] = {"data.train": config.data.train}
+    for index, mixed in enumerate(config.data.mix):
+        datasets[f"data.mix.{index}"] = mixed
     for index, benchmark in enumerate(config.evaluation.benchmarks):
         datasets[f"evaluation.benchmarks.{index}"] = benchmark
 
@@ -295,15 +298,20 @@ def _data(loaded: LoadedConfig) -> Iterator[Check]:
             fix = "`pacs-megatron fetch` on a machine with network fills the cache (HF_HOME)"
 
         def read(key: str = key, dataset: DatasetOptions = dataset) -> str:
-            prompt_sets[key] = _load(loaded, key, dataset)
-            return _read_dataset(loaded, key, dataset, prompt_sets[key])
+            prompt_sets[key] = _load(loaded, dataset)
+            return _read_dataset(loaded, dataset, prompt_sets[key])
 
         yield attempt(f"{key}.path", read, fix)
 
-    train = prompt_sets.get("data.train")
+    train: list[PromptSet] = []
     for key, prompt_set in prompt_sets.items():
-        other = None if prompt_set is train else train
-        for line in notices(prompt_set, first_time(run_folder(loaded)), train=other):
+        is_train = isinstance(datasets[key], TrainOptions)
+        now = first_time(run_folder(loaded))
+        lines = notices(prompt_set, now, train=() if is_train else train)
+        if is_train:
+            lines += shared_notices(prompt_set, train)
+            train.append(prompt_set)
+        for line in lines:
             yield Check("warn", f"{key}.path (rows)", line)
 
 
@@ -320,29 +328,32 @@ def _prompts(loaded: LoadedConfig, dataset: DatasetOptions) -> Sequence[Prompt]:
     return load_prompts(dataset, loaded.config.data, tokenizer).prompts
 
 
-def _load(loaded: LoadedConfig, key: str, dataset: DatasetOptions) -> PromptSet:
+def _load(loaded: LoadedConfig, dataset: DatasetOptions) -> PromptSet:
     """The prompts of a data set, as a run loads them. Raises PacsError."""
     config = loaded.config
     folder = local_model(config.model.path)
     tokenizer = load_tokenizer(str(folder), config.model.trust_remote_code)
     now = first_time(run_folder(loaded))
-    if key == "data.train":
-        return load_train(config, folder, tokenizer, now)
+    if isinstance(dataset, TrainOptions):
+        return load_train(config, dataset, folder, tokenizer, now)
     max_tokens = max_benchmark_prompt(config, load_spec(folder).max_context)
     return load_prompts(dataset, config.data, tokenizer, now=now, max_tokens=max_tokens)
 
 
-def _read_dataset(
-    loaded: LoadedConfig, key: str, dataset: DatasetOptions, prompt_set: PromptSet
-) -> str:
-    check_dropped(prompt_set, loaded.config.data)
+def _read_dataset(loaded: LoadedConfig, dataset: DatasetOptions, prompt_set: PromptSet) -> str:
+    data = loaded.config.data
+    check_dropped(prompt_set, data)
     count = len(prompt_set.prompts)
     prompts_per_step = loaded.config.batch.prompts_per_step
-    if key == "data.train" and count < prompts_per_step:
-        raise PacsError(
-            f"{dataset.path}: {count} prompts for batch.prompts_per_step={prompts_per_step}; "
-            "lower it"
-        )
+    if isinstance(dataset, TrainOptions):
+        share = dataset.weight / sum(each.weight for each in data.train_sets)
+        needed = math.floor(share * prompts_per_step)
+        if count < needed:
+            part = f", of which its share is {needed}" if data.mix else ""
+            raise PacsError(
+                f"{dataset.path}: {count} prompts for batch.prompts_per_step={prompts_per_step}"
+                f"{part}; lower it"
+            )
     return f"{dataset.path}: {count} prompts"
 
 
@@ -356,8 +367,9 @@ def _reward(loaded: LoadedConfig) -> Iterator[Check]:
 
     def judge_gold() -> str:
         nonlocal warning
-        train = loaded.config.data.train
-        prompts = _prompts(loaded, train.model_copy(update={"limit": NUM_GOLD}))
+        prompts: list[Prompt] = []
+        for dataset in loaded.config.data.train_sets:
+            prompts += _prompts(loaded, dataset.model_copy(update={"limit": NUM_GOLD}))
         # The report has one line for all warnings.
         with quiet("pacs_megatron.rewards", logging.CRITICAL):
             unverified = check_gold(prompts, reward)

@@ -281,6 +281,19 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "`data.train.columns.solution` is missing",
         ),
         (
+            [*SFT, "data.mix=[{path: a.jsonl, name: b, columns: {problem: p, answer: a}}]"],
+            "`data.mix.0.columns.solution` is missing",
+        ),
+        (
+            ["data.mix=[{path: a.jsonl, name: b}]"],
+            "data.mix.0: exactly one of `preset` and `columns` must be set, got neither",
+        ),
+        (
+            ["data.mix=[{path: a, preset: aime}, {path: b, preset: aime}]"],
+            "data.mix.1.name=aime is also the name of data.mix.0; set another name",
+        ),
+        (["data.train.weight=2"], "data.train.weight=2 has no effect on the only training set"),
+        (
             ["data.train.preset=null"],
             "data.train: exactly one of `preset` and `columns` must be set, got neither",
         ),
@@ -324,7 +337,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "evaluation.benchmarks=[{path: a, preset: aime, name: x}, {path: b, preset: aime, "
                 "name: x}]",
             ],
-            "name=x is also the name of benchmark 0; rename it",
+            "name=x is also the name of evaluation.benchmarks.0; set another name",
         ),
         (["evaluation.samples_per_prompt=100000000"], "less than or equal to 16384"),
         (["evaluation.every=5"], "`evaluation.every` is not used without evaluation.benchmarks"),

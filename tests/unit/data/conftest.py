@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.config.schema import DataOptions, DatasetOptions
+from pacs_megatron.config.schema import DataOptions, TrainOptions
 from tests.support.tiny_models import save_tokenizer
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "problems"
@@ -31,6 +31,6 @@ def samples():
 @pytest.fixture
 def data_options():
     def make(**changes):
-        return DataOptions(train=DatasetOptions(path="unused.json", preset="deepscaler"), **changes)
+        return DataOptions(train=TrainOptions(path="unused.json", preset="deepscaler"), **changes)
 
     return make

@@ -5,7 +5,7 @@ import pytest
 
 from pacs_megatron.config.schema import BenchmarkOptions, ColumnOptions, DatasetOptions
 from pacs_megatron.data import ResponseRules, load_prompts
-from pacs_megatron.data.notices import check_dropped, notices
+from pacs_megatron.data.notices import check_dropped, notices, train_notices
 from pacs_megatron.data.tokenizer import EndTokens
 from pacs_megatron.errors import DataError
 from tests.support.tiny_tokenizers import THINKING_TEMPLATE, save_kind
@@ -41,6 +41,13 @@ def test_plain_data_have_no_notice(load, data_options):
     found = load([("a", "1", "x"), ("b", "1", "y")], data_options())
     assert notices(found, NOW) == []
     check_dropped(found, data_options(max_dropped_frac=0.0))
+
+
+def test_problems_of_two_training_sets_are_counted(load, data_options):
+    first = load([("a", "1"), ("b", "2"), ("c", "3")], data_options())
+    second = load([("b ", "2"), ("d", "4")], data_options(), benchmark=True)
+    [line] = train_notices([first, second], NOW)
+    assert line.startswith("bench: 1 of 2 problems are in set too, so they are trained more often")
 
 
 @pytest.mark.parametrize(("allowed", "is_error"), [(0.25, False), (0.24, True), (0.0, True)])
@@ -94,10 +101,10 @@ def test_repeated_and_contradicting_rows(load, data_options):
 def test_a_benchmark_of_the_training_data(load, data_options):
     train = load([("a", "1"), ("b", "2")], data_options())
     same = load([("b", "2"), ("c", "3")], data_options(), benchmark=True)
-    [line] = notices(same, NOW, train=train)
+    [line] = notices(same, NOW, train=[train])
     assert line.startswith("bench: 1 of 2 problems are in the training data set too")
     other = load([("d", "2"), ("c", "3")], data_options(), benchmark=True)
-    assert notices(other, NOW, train=train) == []
+    assert notices(other, NOW, train=[train]) == []
 
 
 def test_a_template_that_prints_the_time(load, data_options, tokenizer, monkeypatch):

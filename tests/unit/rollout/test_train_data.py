@@ -77,7 +77,7 @@ def test_the_limit_counts_the_end_token(
     """A limit of 8 tokens: 7 letters and the end token."""
     data = train_data("x", "y" * length, max_tokens=8, overrides=("data.max_dropped_frac=0.5",))
     assert [prompt.id for prompt in data.prompts] == ["train/0", "train/1"][: 1 + is_kept]
-    assert data.loaded.num_dropped == (not is_kept)
+    assert data.sets[0].num_dropped == (not is_kept)
 
 
 def test_too_many_long_demonstrations_are_an_error(train_data: Callable[..., TrainData]) -> None:
@@ -93,3 +93,52 @@ def test_too_many_long_demonstrations_are_an_error(train_data: Callable[..., Tra
 def test_no_solution(train_data: Callable[..., TrainData]) -> None:
     with pytest.raises(DataError, match="prompt train/1 has no solution to train on"):
         train_data("x", "")
+
+
+def test_a_mixture_has_its_shares_and_resumes(tmp_path: Path) -> None:
+    """Weights 3 : 1 and 4 prompts a step: three of the first set and one of the second."""
+    path = write_tiny_run(tmp_path, tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    rows = [json.dumps({"q": f"{n} + 2 = ?", "a": str(n + 2)}) + "\n" for n in range(3)]
+    (tmp_path / "other.jsonl").write_text("".join(rows))
+    words = (
+        f"data.mix=[{{path: {tmp_path}/other.jsonl, columns: {{problem: q, answer: a}}}}]",
+        "data.train.weight=3",
+        "batch.prompts_per_step=4",
+    )
+    config = load_config(path, words).config
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+
+    def make() -> TrainData:
+        return TrainData(config, tmp_path / "model", tokenizer)
+
+    undisturbed = make()
+    steps = [[prompt.id for prompt in undisturbed.take(step).prompts] for step in range(1, 9)]
+    sources = [sorted(prompt_id.partition("/")[0] for prompt_id in step) for step in steps]
+    assert sources == [["other", "train", "train", "train"]] * 8
+
+    first = make()
+    for step in range(1, 4):
+        first.take(step)
+    resumed = make()
+    resumed.order.load_state_dict(json.loads(json.dumps(first.order.state_dict())))
+    later = [[prompt.id for prompt in resumed.take(step).prompts] for step in range(4, 9)]
+    assert later == steps[3:]
+
+
+def test_a_refill_has_other_prompts_of_the_mixture(tmp_path: Path) -> None:
+    path = write_tiny_run(tmp_path, tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "other.jsonl").write_text('{"q": "9 + 2 = ?", "a": 11}\n')
+    words = (
+        f"data.mix=[{{path: {tmp_path}/other.jsonl, columns: {{problem: q, answer: a}}}}]",
+        "batch.prompts_per_step=2",
+    )
+    config = load_config(path, words).config
+    data = TrainData(config, tmp_path / "model", load_tokenizer(str(tmp_path / "model")))
+    rollouts = data.take(1)
+    assert sorted(prompt.source for prompt in rollouts.prompts) == ["other", "train"]
+    # The second set has one prompt, which the step has.
+    new = data.refill(rollouts, 5)
+    assert [prompt.source for prompt in new] == ["train"] * 5
+    assert not {prompt.id for prompt in new} & set(rollouts.by_id)

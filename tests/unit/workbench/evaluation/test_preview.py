@@ -11,7 +11,7 @@ from pacs_megatron.config.reward_options import (
     FormatReward,
     MathReward,
 )
-from pacs_megatron.config.schema import DataOptions, DatasetOptions
+from pacs_megatron.config.schema import DataOptions, TrainOptions
 from pacs_megatron.data import load_prompts
 from pacs_megatron.rewards.pool import Verdict
 from pacs_megatron.workbench.evaluation import preview
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory):
 
 
 def report_of(path, preset, reward, tokenizer):
-    dataset = DatasetOptions(path=str(path), preset=preset)
+    dataset = TrainOptions(path=str(path), preset=preset)
     found = load_prompts(dataset, DataOptions(train=dataset, max_prompt_tokens=100_000), tokenizer)
     return found, check_gold(found.prompts, reward)
 
