@@ -79,6 +79,17 @@ class RewardError(PacsError):
     """A reward function failed on a response. The sample is dropped and counted, not labelled 0."""
 
 
+class AgentError(PacsError):
+    """An agent failed on a trajectory, which ends without a verdict, or its workers ended."""
+
+
+class ToolError(PacsError):
+    """A tool of an agent failed on a call.
+
+    The text is the result of the call, or the reason why the trajectory has no verdict.
+    """
+
+
 class ConnectError(PacsError):
     """The ranks cannot connect to each other.
 

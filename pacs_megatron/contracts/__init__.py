@@ -15,6 +15,7 @@ from pacs_megatron.contracts.samples import (
     SamplingOptions,
     Span,
     Stop,
+    ToolCall,
 )
 from pacs_megatron.contracts.step_data import (
     Interrupted,
@@ -43,6 +44,7 @@ __all__ = [
     "Stop",
     "TokenBuffers",
     "TokenRecord",
+    "ToolCall",
     "Turn",
     "UpdateReport",
     "WeightReceiver",

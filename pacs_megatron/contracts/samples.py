@@ -15,6 +15,10 @@ _MIN_TEMPERATURE = 1e-5
 """SGLang takes a temperature below 1e-6 for 0 (sampling_params.py, `_SAMPLING_EPS`)."""
 
 
+AGENT_FAILURE = "agent: "
+"""Start of `Sample.failure` of a trajectory whose agent failed; a verifier's has no such start."""
+
+
 class Stop(StrEnum):
     """The reason for the end of a response."""
 
@@ -137,6 +141,19 @@ def check_request(request: SampleRequest, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of an agent's tool."""
+
+    tool: str
+    arguments: str
+    """as JSON, cut if it is long"""
+    failure: str | None
+    """why it has no result"""
+    seconds: float
+    """from the call to its result, the wait for a free worker included"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One response and the weights that sampled it.
 
@@ -160,7 +177,13 @@ class Sample:
     label: int | None = None
     reward_details: Mapping[str, Any] | None = None
     failure: str | None = None
-    """Error of the verifier; the sample is dropped and counted."""
+    """Error of the verifier or of the agent; the sample is dropped and counted."""
+    environment: tuple[tuple[int, int], ...] = ()
+    """Response tokens [start, end) that the environment wrote, e.g. a tool, in order. They have no
+    loss; their `sampler_logprobs` are 0 and mean nothing. The last token is the policy's.
+    """
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of tools, in order"""
 
     @property
     def response_ids(self) -> np.ndarray:

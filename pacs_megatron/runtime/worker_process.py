@@ -149,6 +149,18 @@ class WorkerProcess:
             reply += piece
         return bytes(reply)
 
+    def open_channel(self) -> socket.socket:
+        """The socket to the process, without blocking: for an owner that serves many workers with a
+        selector instead of `exchange`.
+        """
+        assert self._socket is not None
+        self._socket.setblocking(False)
+        return self._socket
+
+    def is_running(self) -> bool:
+        """Whether the process runs. A grandchild may keep the socket of a dead one open."""
+        return self._process is not None and _is_running(self._process.pid)
+
     def check_memory(self) -> None:
         """Raises MemoryError above the limit: the worker's rlimit excludes child processes."""
         assert self._process is not None

@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("observability",),
     ("parallel",),
     ("rewards", "data", "models"),
-    ("batching", "checkpoint"),
+    ("batching", "checkpoint", "agents"),
     ("policy", "embedded", "sglang"),
     ("rollout",),
     ("convert",),

@@ -1,0 +1,1 @@
+"""Agents: trajectories of several turns with tools, in worker processes."""
