@@ -7,7 +7,7 @@ from datetime import datetime
 import numpy as np
 import pytest
 
-from pacs_megatron.config.schema import DataOptions, DatasetOptions
+from pacs_megatron.config.schema import DataOptions, TrainOptions
 from pacs_megatron.contracts.turns import TurnMarkers
 from pacs_megatron.data.turns import Message, TurnEncoder, derive_markers
 from pacs_megatron.errors import DataError
@@ -74,7 +74,7 @@ def tokenizer_of_kind(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder_of_kind(tokenizer_of_kind):
-    data = DataOptions(train=DatasetOptions(path="unused.json", preset="deepscaler"))
+    data = DataOptions(train=TrainOptions(path="unused.json", preset="deepscaler"))
     return TurnEncoder(markers_of(tokenizer_of_kind, data), tokenizer_of_kind)
 
 
