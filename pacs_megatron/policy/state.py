@@ -29,6 +29,7 @@ from torch import Tensor
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.policy import weights
 from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.policy.fp8_state import readable_fp8_state
 
 Values = Callable[[Tensor], Tensor]
 """a tensor -> a tensor with its values"""
@@ -355,9 +356,12 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
     Args:
         policy: the model with its optimizer.
         state: of `sharded_state`, filled by dist_checkpointing.
+
+    Raises:
+        CheckpointError: if an FP8 state in it is damaged or unsafe.
     """
     for number, model in enumerate(policy.models):
-        model.load_state_dict(state[f"{MODEL}{number}"], strict=True)
+        _load_model(model, state[f"{MODEL}{number}"])
 
     with torch.no_grad():
         for number, part in enumerate(policy.optimizer.optimizers()):
@@ -372,7 +376,12 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
         assert policy.reference is not None
         with policy.reference.swapped_in():
             for number, model in enumerate(policy.models):
-                model.load_state_dict(state[f"{REFERENCE}{number}"], strict=True)
+                _load_model(model, state[f"{REFERENCE}{number}"])
+
+
+def _load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    with readable_fp8_state(state):
+        model.load_state_dict(state, strict=True)
 
 
 def _load_optimizer(part: Any, tensors: dict[int, dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A plain training loop: transformers in float32, autograd through the whole loss, torch's AdamW.
+"""A plain training loop: transformers, autograd through the whole loss, torch's AdamW.
 
 It uses none of the product's arithmetic: the losses are those of `certify`'s reference.
 """
@@ -35,7 +35,8 @@ def plain_logprobs(
         sample = tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]]
         ids = torch.from_numpy(sample.astype(np.int64))
         start = int(facts.prompt_lens[row])
-        logits = model(ids[None]).logits[0].float()[start - 1 : -1]
+        logits = model(ids[None]).logits[0][start - 1 : -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         distribution = torch.log_softmax(logits / temperature, dim=-1)
         logps.append(distribution.gather(1, ids[start:, None])[:, 0])
         entropies.append(-(distribution.exp() * distribution).sum(-1))
@@ -82,10 +83,20 @@ def pacs_loss(starts: Logps, facts: SampleFacts) -> Loss:
 class PlainTrainer:
     """A transformers model and torch's AdamW; `clip` 0 disables clipping."""
 
-    def __init__(self, folder: Path, *, clip: float = 1.0, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clip: float = 1.0,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        if dtype == torch.float64:
+            # The default, grouped products, has no float64.
+            self.model.set_experts_implementation("eager")
         self.clip = clip
         self.temperature = temperature
         self.optimizer = torch.optim.AdamW(

@@ -212,9 +212,13 @@ def test_userbuffers_get_one_shape_in_every_pass(folder: Path) -> None:
         from pacs_megatron.policy import schedule
 
         shapes: list[Any] = []
-        base.initialize_ub = lambda shape, tp_size, *, quantization_modes: shapes.append(
-            (shape, tp_size, [mode.value for mode in quantization_modes])
-        )
+
+        def initialize(shape: Any, tp_size: int, *, quantization_modes: Any) -> None:
+            shapes.append((shape, tp_size, [mode.value for mode in quantization_modes]))
+            # Transformer Engine 2.20's modules check it when they are constructed.
+            base._ub_initialized = True
+
+        base.initialize_ub = initialize
         for kind in ("forward", "forward_backward"):
             original = getattr(schedule, kind)
 
