@@ -93,6 +93,6 @@ format: install-dev ## let ruff fix and format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-clean: ## environments, caches and build output; runs/ stays
-	rm -rf $(VENV) .venv-sglang .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+clean: ## environments but those for GPUs, caches and build output; runs/ stays
+	rm -rf $(VENV) .venv-sglang .venv-other .venv-te .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

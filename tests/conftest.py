@@ -19,6 +19,9 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     CUDA_DEVICE_MAX_CONNECTIONS="1",
+    # Servers of tests are on loopback, also where the host has a proxy.
+    no_proxy=f"127.0.0.1,localhost,{os.environ.get('no_proxy', '')}",
+    NO_PROXY=f"127.0.0.1,localhost,{os.environ.get('NO_PROXY', '')}",
 )
 
 from collections.abc import Callable

@@ -25,7 +25,7 @@ find_python() {
     for version in $versions; do candidates+=("python$version"); done
     # pyenv's shim of a version that is not selected exists and fails, so its folders come last.
     for version in $versions; do
-        candidates+=("${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python3)
+        candidates+=("${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version".*/bin/python3)
     done
     if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
 
@@ -70,13 +70,18 @@ with_time() { # reason command...
 }
 
 find_uv() {
-    local options='index-url|extra-index-url|find-links|no-index|proxy|client-cert|trusted-host'
-    options+='|constraint|no-binary|only-binary'
+    local options='index-url|extra-index-url|find-links|no-index|proxy|cert|client-cert'
+    options+='|trusted-host|constraint|no-binary|only-binary'
     if [ -z "${PIP_ARGS:-}" ] &&
         ! "$py" -m pip config list | grep -E "\.($options)=" >/dev/null; then
         "$py" -m pip install -q uv==0.13.9 2>/dev/null && echo "$venv/bin/uv"
     fi
     return 0
+}
+
+# Environments with Transformer Engine, which is compiled for the CUDA build of torch.
+needs_cuda() {
+    [[ "$venv" = *gpu || "$venv" = .venv-te ]]
 }
 
 # The CPU build of torch saves gigabytes. It is chosen where there is no NVIDIA driver and the
@@ -86,7 +91,7 @@ torch_of() { # lock
     if [ "$version" = 3.11 ]; then other_row='>='; fi
     torch=$(grep '^torch==' "$1" | grep -v "python_version $other_row" | cut -d';' -f1)
     # shellcheck disable=SC2086
-    if [[ "$venv" != *gpu ]] && [ -z "$uv" ] &&
+    if ! needs_cuda && [ -z "$uv" ] &&
         ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
         "$py" -m pip install -q --dry-run --no-deps ${PIP_ARGS:-} "$torch+cpu" >/dev/null 2>&1; then
         torch+=+cpu
@@ -109,12 +114,14 @@ compile_transformer_engine() {
     if [ -d "$site/transformer_engine_torch-$te.dist-info" ]; then return; fi
     echo "install: compiling Transformer Engine's extension for torch," \
         "about half an hour with MAX_JOBS=${MAX_JOBS:-1}" >&2
-    "$py" -m pip install -q --no-deps \
+    # shellcheck disable=SC2086  # PIP_ARGS is a list of words
+    "$py" -m pip install -q --no-deps ${PIP_ARGS:-} \
         nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
     local cuda=$site/nvidia/cu13 include
     include=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
+    # shellcheck disable=SC2086
     CUDA_HOME=$cuda CPATH=$include NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-1} \
-        "$py" -m pip install --no-deps --no-build-isolation \
+        "$py" -m pip install --no-deps --no-build-isolation ${PIP_ARGS:-} \
         transformer_engine==$te transformer_engine_cu13==$te transformer_engine_torch==$te
 }
 
@@ -194,7 +201,7 @@ for name in "${locks[@]}"; do
     fi
     echo "$below" >"$stamp"
 done
-if [[ "$venv" = *gpu ]] &&
+if needs_cuda &&
     ! "$py" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
     echo "install: $venv has a CPU build of torch from pip's configured index; name one with the" \
         "CUDA build, e.g. PIP_ARGS='--index-url https://pypi.org/simple', and remove $venv" >&2

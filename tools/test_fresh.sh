@@ -12,11 +12,17 @@ git clone -q . "$folder/checkout"
 commit=$(git rev-parse HEAD)
 echo "test-fresh: commit $commit, $("$python" --version), $(nproc) cores, load $(cut -d' ' -f1-3 /proc/loadavg)"
 
+# Without them the index is out of reach behind a proxy.
+network=()
+for name in http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY SSL_CERT_FILE; do
+    if [ -n "${!name:-}" ]; then network+=("$name=${!name}"); fi
+done
+
 failed=0
 part() { # name, command...
     local name=$1 start=$SECONDS status=0
     shift
-    env -i HOME="$folder/home" PATH="${PATH}" LANG="${LANG:-C.UTF-8}" PYTHON="$python" PACS_CI=1 \
+    env -i HOME="$folder/home" PATH="${PATH}" LANG="${LANG:-C.UTF-8}" PYTHON="$python" PACS_CI=1 "${network[@]}" \
         make -C "$folder/checkout" --no-print-directory "$@" || status=$?
     echo "test-fresh: $name: $(((SECONDS - start) / 60)) min $(((SECONDS - start) % 60)) s, exit code $status"
     [ $status -eq 0 ] || failed=1

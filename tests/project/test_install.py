@@ -19,7 +19,8 @@ case "$*" in
     *sysconfig*) echo "$PWD/site" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip config list") echo "global.index-url='here'" ;;
-    *dry-run*) exit 1 ;;
+    # An index with a CPU build of torch has a file of this name.
+    *dry-run*+cpu*) test -e "$PWD/cpu-build" ;;
     "-m pip install "*) echo "VERSION $*" >>"$PWD/log" ;;
 esac
 """
@@ -154,6 +155,43 @@ def test_pins_of_the_gpu_environment(checkout: Path) -> None:
     lines = (checkout / ".venv-gpu" / "gpu.lock").read_text().splitlines()
     pins = [line for line in lines if line.startswith("setuptools==")]
     assert pins == ["setuptools==81.0.0"] and any(line.startswith("pytest==") for line in lines)
+
+
+def pack_of(folder: Path) -> Path:
+    """A pack of Transformer Engine (docs/compatibility.md) without content."""
+    library = folder / "transformer_engine" / "wheel_lib" / "empty"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    for command in (
+        ["tar", "-cJf", "transformer_engine-1.tar.xz", "transformer_engine"],
+        ["cp", "transformer_engine-1.tar.xz", "libtransformer_engine-1.so.xz"],
+    ):
+        subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "torch"), [("base", "2.14.1+cpu"), ("gpu", "2.14.1"), ("te", "2.11.0")]
+)
+def test_a_cpu_build_is_chosen_where_nothing_needs_the_cuda_build(
+    name: str, torch: str, checkout: Path
+) -> None:
+    """The extension of Transformer Engine is compiled for the CUDA build."""
+    if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
+        pytest.skip("this host has an NVIDIA driver, where no CPU build is chosen")
+    add_python(checkout, "python3", "3.12")
+    (checkout / "cpu-build").touch()
+    (checkout / "site").mkdir()
+    done = install(checkout, name, PACS_TE_PACK=str(pack_of(checkout / "pack")))
+    assert done.returncode == 0, done.stderr
+    assert f" torch=={torch}\n" in log(checkout)
+
+
+def test_every_call_of_pip_gets_the_users_arguments(checkout: Path) -> None:
+    add_python(checkout, "python3", "3.12")
+    install(checkout, "gpu", PIP_ARGS="--index-url https://mirror.example/simple")
+    calls = [line for line in log(checkout).splitlines() if " -e ." not in line]
+    assert len(calls) == 4 and all("--index-url https://mirror.example" in call for call in calls)
 
 
 def test_a_long_wait_is_reported_and_keeps_the_exit_code(tmp_path: Path) -> None:
