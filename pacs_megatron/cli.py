@@ -404,6 +404,11 @@ def _add_jobs(verbs: _SubParsers) -> None:
         action="store_true",
         help="then evaluate the exported model, in another job",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="also submit a run that does not fit on a GPU according to `plan`",
+    )
 
     _add_run_verb(verbs, "status", "attempts, jobs, checkpoint and last metrics of a run")
 

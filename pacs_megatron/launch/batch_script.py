@@ -34,6 +34,8 @@ class Submission:
     """Convert the model to a Megatron checkpoint in a job before training."""
     evaluate: bool = False
     """Evaluate the exported model in a job after training."""
+    force: bool = False
+    """Submit a run that does not fit on a GPU according to `plan`, with a warning."""
     train: bool = True
     later: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(label, arguments of pacs-megatron) of jobs that follow the training, one after the other"""

@@ -27,7 +27,7 @@ from pacs_megatron.launch import nemo
 from pacs_megatron.launch.batch_script import Submission, SubmittedRun
 from pacs_megatron.launch.job import job_states, known_jobs, note_jobs
 from pacs_megatron.launch.train import check_files_are_here, check_model_and_layout
-from pacs_megatron.launch.verbs import FITS_ON_GPU, function_of
+from pacs_megatron.launch.verbs import FIT_ON_GPU, function_of
 from pacs_megatron.runtime.run_folder import check_run_folder, run_folder
 from pacs_megatron.runtime.waiting import report_wait
 
@@ -50,12 +50,13 @@ def submit(submission: Submission, *, dry_run: bool) -> Iterator[str]:
         Lines to print: job ids, or for a dry run batch scripts and resolved configurations.
 
     Raises:
-        ConfigError: a run is not valid (then nothing is submitted), or sbatch rejects a job.
+        ConfigError: a run is not valid or does not fit (then nothing is submitted), or sbatch
+            rejects a job.
     """
     runs = expand(submission)
     home = _home(runs)
     if dry_run:
-        yield from _warnings(runs)
+        yield from _check_fit(runs, force=submission.force)
         yield from _dry_run(runs, submission, home)
         return
 
@@ -70,7 +71,7 @@ def submit(submission: Submission, *, dry_run: bool) -> Iterator[str]:
             check_files_are_here(run.loaded)
     with _locked_folders(runs):
         _check_not_queued(runs)
-        yield from _warnings(runs)
+        yield from _check_fit(runs, force=submission.force)
         yield from _submit(nemo.load(home), runs, submission)
 
 
@@ -129,18 +130,22 @@ def _locked_folders(runs: Sequence[SubmittedRun]) -> Iterator[None]:
         yield
 
 
-def _warnings(runs: Sequence[SubmittedRun]) -> Iterator[str]:
-    """Warnings of `plan`.
+def _check_fit(runs: Sequence[SubmittedRun], *, force: bool) -> list[str]:
+    """Warnings about runs that may not fit on a GPU, by `plan`.
 
-    They do not stop a submission, because some of its constants are assumed.
+    Raises:
+        ConfigError: a run does not fit, and `force` is not set.
     """
-    fits_on_gpu = function_of(FITS_ON_GPU)
+    fit_on_gpu = function_of(FIT_ON_GPU)
+    warnings = []
     for run in runs:
-        if not fits_on_gpu(run.loaded):
-            yield (
-                f"# warning: {run.name} does not fit on a GPU according to `pacs-megatron plan`; "
-                "run it for a fix"
-            )
+        may_fit, text = fit_on_gpu(run.loaded)
+        fix = "`pacs-megatron plan` prints what to change"
+        if not may_fit and not force:
+            raise ConfigError(f"{run.name} {text}; {fix}, or pass --force")
+        if text:
+            warnings.append(f"# warning: {run.name} {text}; {fix}")
+    return warnings
 
 
 def _check_not_queued(runs: Sequence[SubmittedRun]) -> None:

@@ -41,7 +41,7 @@ VERBS: Mapping[str, str] = {
 }
 """verb -> `module:function` of this package"""
 
-FITS_ON_GPU = "workbench.plan.command:fits_on_gpu"
+FIT_ON_GPU = "workbench.plan.command:fit_on_gpu"
 """The function of `plan` that `submit` calls, by the same rule as a verb"""
 
 PLAN_TRACE = "workbench.trace.command:trace_plan"

@@ -372,6 +372,8 @@ def _submit(chain: Chain, cluster: Path) -> Iterator[str]:
         overrides=chain.overrides,
         cluster=load_cluster(cluster),
         later=tuple(later),
+        # The study's user chose it; the warning is printed.
+        force=True,
         train=missing[0].label == "train",
     )
     yield from submit(request, dry_run=False)

@@ -8,7 +8,12 @@ from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.launch.verbs import PLAN_TRACE, function_of
 from pacs_megatron.workbench.plan.known_models import find_spec
 from pacs_megatron.workbench.plan.plan import make_plan
-from pacs_megatron.workbench.plan.render import render, render_comparison, render_search
+from pacs_megatron.workbench.plan.render import (
+    render,
+    render_comparison,
+    render_search,
+    verdict,
+)
 from pacs_megatron.workbench.plan.search import search_layouts
 
 
@@ -54,8 +59,12 @@ def run_plan(
     return text, ExitCode.OK if fits else ExitCode.MISCONFIGURED
 
 
-def fits_on_gpu(loaded: LoadedConfig) -> bool:
-    """Whether `plan` expects the run to fit; True for a model that it does not know."""
+def fit_on_gpu(loaded: LoadedConfig) -> tuple[bool, str]:
+    """Whether the run fits or may fit, and the line of `plan` if it does not fit for certain.
+
+    A model that `plan` does not know fits.
+    """
     if find_spec(loaded.config.model.path) is None:
-        return True
-    return make_plan(loaded).may_fit
+        return True, ""
+    plan = make_plan(loaded)
+    return plan.may_fit, "" if plan.fits else verdict(plan)[0]

@@ -42,7 +42,7 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     for part in plan.parts:
         yield from _part_lines(plan, part)
         yield ""
-    yield from _verdict(plan)
+    yield from verdict(plan)
 
 
 def _headline(plan: Plan) -> str:
@@ -70,7 +70,8 @@ def _part_lines(plan: Plan, part: memory.StageMemory) -> list[str]:
     return lines
 
 
-def _verdict(plan: Plan) -> list[str]:
+def verdict(plan: Plan) -> list[str]:
+    """Whether the run fits, on the first line, and changes that help on the others."""
     if plan.gpu is None:
         return ["no GPU is configured: no limit to check"]
     limit = plan.gpu.memory_bytes

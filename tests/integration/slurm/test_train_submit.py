@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import load_cluster
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.launch import submit as submit_module
 from pacs_megatron.launch.batch_script import Submission
 from pacs_megatron.launch.submit import expand, submit
 from tests.integration.slurm.conftest import (
@@ -163,11 +165,26 @@ def test_nothing_is_submitted_where_it_cannot_run(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_run_that_does_not_fit_gets_a_warning(nemo_run: None, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_rejected_without_force(nemo_run: None, tmp_path: Path) -> None:
     big = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
     overrides = (f"run.dir={tmp_path}", "batch.tokens_per_microbatch=1000000")
-    texts = list(submit(make_request(big, "example-bare", overrides=overrides), dry_run=True))
-    assert texts[0].startswith(f"# warning: {big.stem} does not fit on a GPU according to")
+    request = make_request(big, "example-bare", overrides=overrides)
+    with pytest.raises(ConfigError, match=r"DOES NOT FIT: .* GiB of .* or pass --force$") as caught:
+        list(submit(request, dry_run=True))
+    assert str(caught.value).startswith(f"{big.stem} DOES NOT FIT")
+    forced = list(submit(replace(request, force=True), dry_run=True))
+    assert forced[0].startswith(f"# warning: {big.stem} DOES NOT FIT: ")
+
+
+def test_a_run_that_may_not_fit_gets_a_warning(
+    nemo_run: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    answer = (True, "MAY NOT FIT: 70 of 80 GiB, but 90 GiB with the highest assumptions")
+    monkeypatch.setattr(submit_module, "function_of", lambda place: lambda loaded: answer)
+    texts = list(submit(make_request(config), dry_run=True))
+    assert texts[0].startswith("# warning: tiny MAY NOT FIT: 70 of 80 GiB, but 90 GiB")
+    assert "exec bash" in "".join(texts)
 
 
 def test_without_nemo_run_the_message_names_the_fix(
