@@ -181,10 +181,8 @@ class StepProfiler:
         self._is_recording = True
         try:
             yield
-        except BaseException:
+        finally:
             self._end(recorder)
-            raise
-        self._end(recorder)
         self._write(recorder, step)
 
     def _end(self, recorder: Recorder) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pacs_megatron.cli import build_parser, main
 from pacs_megatron.launch.verbs import function_of
 from tests.support.fuzz import fuzz
+from tests.support.messages import error_lines
 from tests.support.run_files import BASE
 
 
@@ -281,7 +282,7 @@ def test_odd_paths_are_one_line(
     assert main([*verb, name]) in (1, 2)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
+    assert len(error_lines(captured.err)) == 1
     assert (
         "Traceback" not in captured.err
         and "crash" not in captured.err

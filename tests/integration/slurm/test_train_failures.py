@@ -20,6 +20,7 @@ from tests.integration.slurm.conftest import (
     submit_by_nemo_run,
     wait_for_rows,
 )
+from tests.support.messages import error_lines
 from tests.support.slurm import Slurm
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
@@ -159,7 +160,7 @@ def test_status_logs_and_cancel_of_real_jobs(nemo_run: None, slurm: Slurm, tmp_p
     def refused(*words: str) -> str:
         done = run_command(slurm, tmp_path, *words)
         assert done.returncode == 2, done.stdout + done.stderr
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert len(error_lines(done.stderr)) == 1, done.stderr
         return done.stderr
 
     # A job that waits for another is known before it begins, and cancelled without a trace.
