@@ -111,8 +111,9 @@ class ClusterConfig(Options):
     """Launcher of the ranks: srun, or one torchrun per node."""
 
     cpu_bind: CpuBind | None = None
-    """srun's --cpu-bind, such as `cores` or `map_ldom:0,0,0,0,1,1,1,1` (the NUMA domain of each
-    rank).
+    """srun's --cpu-bind, such as `map_ldom:0,0,0,0,1,1,1,1` (the NUMA domain of each rank). By
+    default every process starts with all cores of its node, and ranks and servers choose theirs
+    near their GPU.
     """
 
     network_interface: Interface | None = None

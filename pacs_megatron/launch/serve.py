@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pacs_megatron.config import RunConfig, load_config
+from pacs_megatron.config.rollout_options import SglangServers
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
+from pacs_megatron.runtime.cores import publish_server_cores
 from pacs_megatron.runtime.environment import RankPlace
 from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
@@ -123,16 +126,20 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     servers_options = rollout.servers.model_copy(update={"count": count})
     options = rollout.model_copy(update={"servers": servers_options})
     host = os.environ.get("PACS_NODE_ADDR") or node
+    gpus_of_server = rollout.servers.tp if rollout.servers.device == "cuda" else 1
+    publish_server_cores(config, count * gpus_of_server)
     specs = server_specs(options, config.model, folder / node, config.policy.routing)
     specs = [replace(spec, host=host) for spec in specs]
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
+    pool = ThreadPoolExecutor(len(servers))
     try:
         lines = [f"{server.url}\n".encode() for server in servers]
         write_atomically(folder / f"{node}.urls", lines)
-        return _watch(servers, rollout.servers.max_restarts, ending)
+        return _watch(servers, rollout.servers, ending, pool)
     finally:
         for server in servers:
             server.close()
+        pool.shutdown()  # last: it waits for restarts, which `close` ends
 
 
 def _node() -> str:
@@ -141,41 +148,86 @@ def _node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _watch(servers: Sequence[ManagedServer], max_restarts: int, ending: Ending) -> int:
+def _watch(
+    servers: Sequence[ManagedServer],
+    options: SglangServers,
+    ending: Ending,
+    pool: ThreadPoolExecutor,
+) -> int:
     """Restarts servers that exit, until `ending` is due.
 
     A restarted server has the weights of the model folder, so the trainer's probes set it to STALE.
+
+    Args:
+        servers: of this node, ready.
+        options: `rollout.servers`, for the limits.
+        ending: decides when the servers stop.
+        pool: runs the restarts, each beside the other servers.
 
     Returns:
         The exit code: 1 if a server cannot be restarted at its URL.
     """
     restarts = [0] * len(servers)
+    starting: dict[int, Future[bool]] = {}
     while not ending.is_due():
         for index, server in enumerate(servers):
-            code = server.exit_code()
-            if code is None:
+            restart = starting.get(index)
+            if restart is not None and not restart.done():
                 continue
+
+            starting.pop(index, None)
+            problem = _problem(server) if restart is None else _failure(restart)
+            if problem is None:
+                if restart is not None and not restart.result():
+                    return 1
+                continue
+
             _log.warning(
-                "server %s exited with code %s (restarts: %s); see %s",
+                "server %s %s (restarts: %s); see %s",
                 server.url,
-                code,
+                problem,
                 restarts[index],
                 server.log_path,
             )
             restarts[index] += 1
-            if restarts[index] > max_restarts:
-                _log.error("rollout.servers.max_restarts=%s is reached", max_restarts)
+            if restarts[index] > options.max_restarts:
+                _log.error("rollout.servers.max_restarts=%s is reached", options.max_restarts)
                 return 1
-            if not _restart_at_url(server):
-                return 1
+            starting[index] = pool.submit(_restart_at_url, server, options.start_timeout_s)
         time.sleep(POLL_S)
     return 0
 
 
-def _restart_at_url(server: ManagedServer) -> bool:
-    """Whether the server starts at its URL again."""
+def _problem(server: ManagedServer) -> str | None:
+    """How the server ended; None while it runs."""
+    code = server.exit_code()
+    return None if code is None else f"exited with code {code}"
+
+
+def _failure(restart: Future[bool]) -> str | None:
+    """Why a restart failed; None if the server is ready.
+
+    Raises the error of a restart that is not a RolloutError.
+    """
+    try:
+        restart.result()
+    except RolloutError as error:
+        return f"did not restart: {error}"
+    return None
+
+
+def _restart_at_url(server: ManagedServer, timeout_s: float) -> bool:
+    """Restarts a server and returns when it has answered its first request, as at its first start.
+
+    Returns:
+        Whether it has its earlier URL.
+
+    Raises:
+        RolloutError: it is not ready within the timeout, or was closed.
+    """
     url = server.url
     server.start()
+    server.wait_ready(timeout_s)
     if server.url == url:
         return True
     _log.error(
@@ -322,7 +374,7 @@ def _run(folder: Path, config: Path, overrides: Sequence[str]) -> int:
         ending = Ending(folder, run_folder(loaded))
         ending.install()
         return serve(folder, loaded.config, ending)
-    except Exception as error:
+    except Exception as error:  # raised again; the trainer reads the file
         code = error.exit_code if isinstance(error, PacsError) else ExitCode.FAILED
         content = {"code": int(code), "message": str(error)}
         write_atomically(folder / f"{_node()}.error", [json_line(content)])

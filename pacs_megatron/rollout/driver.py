@@ -42,6 +42,7 @@ from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
 from pacs_megatron.rollout.step_results import StepResults
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
+from pacs_megatron.runtime.cores import bind_to_rollout_cores
 from pacs_megatron.runtime.json_reader import parsing
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals
 from pacs_megatron.sglang.build import open_engine
@@ -438,6 +439,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     die_with_parent()
     ignore_job_signals()
+    bind_to_rollout_cores()
     run_dir = Path(arguments[0])
     model_dir = Path(arguments[1])
     descriptor = int(arguments[2])

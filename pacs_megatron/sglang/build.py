@@ -9,6 +9,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions, RoutingKind
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import load_spec
+from pacs_megatron.runtime.cores import rollout_cores
 from pacs_megatron.runtime.environment import check_secret, visible_gpus
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.client import SglangEngine
@@ -72,14 +73,19 @@ def server_specs(
     specs = []
     for index in range(servers.count):
         devices = None
+        places = [index]
         if servers.device == "cuda":
-            devices = devices_of(servers, index, visible_gpus(os.environ))
+            visible = visible_gpus(os.environ)
+            devices = devices_of(servers, index, visible)
+            places = _places_of(devices, visible)
+        cores = rollout_cores(places)
         spec = ServerSpec(
             name=f"server{index}",
             folder=folder,
             options=options.model_copy(update={"servers": servers}),
             model=model,
             visible_devices=devices,
+            cores=None if cores is None else frozenset(cores),
             api_key=api_key(options),
         )
         specs.append(spec)
@@ -109,6 +115,14 @@ def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> st
             "rollout.servers.count, or set visible_devices"
         )
     return ",".join(visible[number] for number in numbers)
+
+
+def _places_of(devices: str, visible: Sequence[str]) -> list[int]:
+    """Numbers of a server's GPUs as the trainer counts them, of the GPUs that it knows."""
+    names = [name.strip() for name in devices.split(",")]
+    if visible:
+        return [visible.index(name) for name in names if name in visible]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def trainer_rank_of(devices: str | None, visible: Sequence[str]) -> int:

@@ -76,6 +76,8 @@ class ServerSpec:
     model: ModelOptions
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the server; None: inherited."""
+    cores: frozenset[int] | None = None
+    """Cores of the server's processes; None: those of the process that starts it."""
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -107,8 +109,10 @@ class ServerSpec:
             args += ["--trust-remote-code"]
         if servers.device == "cpu":
             args += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            # Otherwise an idle scheduler spins on a core that the trainer shares.
-            args += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]
+            args += ["--disable-cuda-graph", "--disable-overlap-schedule"]
+        if servers.colocated or servers.device == "cpu":
+            # Otherwise an idle scheduler spins on a core during the training step.
+            args += ["--sleep-on-idle"]
         if self.options.sync.quantize == "fp8_blockwise":
             args += FP8_BLOCKWISE_ARGS
         return [*args, *servers.extra_args]
@@ -276,10 +280,15 @@ class ManagedServer:
                 env=environment,
                 # Ctrl-C reaches the launcher only, which then ends its servers.
                 start_new_session=True,
+                preexec_fn=self._bind if self.spec.cores else None,
             )
         logger.info(
             "starting rollout server %s at %s, log %s", self.spec.name, self.url, self.log_path
         )
+
+    def _bind(self) -> None:
+        assert self.spec.cores is not None
+        os.sched_setaffinity(0, self.spec.cores)
 
     def exit_code(self) -> int | None:
         """The server's exit code; None while it runs or before the first start."""

@@ -23,6 +23,7 @@ from pacs_megatron.models.hub import model_folder
 from pacs_megatron.observability.logs import setup_logging
 from pacs_megatron.runtime import run_folder as folders
 from pacs_megatron.runtime.command_line import report_error
+from pacs_megatron.runtime.cores import bind_rank
 from pacs_megatron.runtime.environment import check_apex, hide_gpus
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
@@ -92,6 +93,10 @@ def _run(loaded: LoadedConfig, run_dir: Path) -> ExitCode:
     check_apex()  # before Megatron-Core imports a package of this name
     if not loaded.config.resources.gpus_per_node and hide_gpus() and not rank_number:
         logger.info("resources.gpus_per_node=0: the run uses the CPU, not this host's GPUs")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Before a thread is started: a thread keeps the cores that it started with.
+    bind_rank(loaded.config, rank_number, local_rank, ranks_here)
     if rank_number:
         return _train(loaded, run_dir, rank_number, None, is_new=False)
 

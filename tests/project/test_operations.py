@@ -229,10 +229,10 @@ def test_options_in_the_text_are_this_programs() -> None:
     for parser in parsers(build_parser()):
         for option in parser._option_string_actions:
             known.add(option)
-    of_pip = {"--no-index", "--find-links"}
+    of_others = {"--no-index", "--find-links", "--cpu-bind"}
     written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose))
     assert len(written) > 8
-    assert written <= known | of_pip
+    assert written <= known | of_others
     keys = set(
         re.findall(
             r"`((?:batch|resources|rollout|checkpoint|objective|parallel)\.[a-z_.]+)[=`]", prose

@@ -77,8 +77,8 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
     ("launcher", "expected"), [("srun", "--cpus-per-task=4"), ("torchrun", "--cpus-per-task=16")]
 )
 def test_ranks_get_all_cores_of_a_node(tmp_path: Path, launcher: str, expected: str) -> None:
-    """srun does not take --cpus-per-task from sbatch: with --cpu-bind=cores a rank would run on one
-    core.
+    """srun does not take --cpus-per-task from sbatch. Every process starts with all cores of the
+    node, unless the site binds it: srun takes the last --cpu-bind.
     """
     (tmp_path / "run.yaml").write_text(BASE)
     programs = {"srun": f'echo "$@" >>{tmp_path}/calls', "scontrol": "echo n1"}
@@ -105,7 +105,7 @@ def test_ranks_get_all_cores_of_a_node(tmp_path: Path, launcher: str, expected: 
     )
     assert done.returncode == 0, done.stderr
     [call] = (tmp_path / "calls").read_text().splitlines()
-    assert f" {expected} --cpu-bind=cores " in call
+    assert f" {expected} --cpu-bind=none --cpu-bind=cores " in call
 
 
 def test_an_evaluation_on_several_nodes_loads_configurations_of_colocated_servers(

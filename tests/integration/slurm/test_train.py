@@ -11,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from pacs_megatron.runtime.cores import DRIVER_PART, allowed_cores, divide, split
 from tests.integration.slurm.conftest import job_environment, read_attempts, running, wait_for_rows
 from tests.support.needs import require_sglang
 from tests.support.slurm import Slurm
@@ -119,6 +121,32 @@ def test_wrong_number_of_nodes_is_rejected_at_once(
     assert slurm.wait(job_id)["ExitCode"] == "2:0"
     assert "needs 1 + 0 nodes, the job has 2; pass --nodes" in (tmp_path / "job.log").read_text()
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_ranks_and_driver_have_cores_of_their_own(slurm: Slurm, repo: Path, tmp_path: Path) -> None:
+    """The tasks start with all cores of the node; without GPUs the ranks divide them evenly."""
+    config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"), delay_s=0.05)
+    words = [str(repo / "slurm" / "train.sbatch"), str(config), "run.nproc=2", "run.steps=50"]
+    out = f"--output={tmp_path}/job.log"
+    job_id = slurm.submit("--nodes=1", out, *words, cwd=tmp_path, env=job_environment(repo))
+    wait_for_rows(tmp_path / "runs" / "tiny", 1)
+    ranks: dict[int, set[int]] = {}
+    drivers: list[set[int]] = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or ()
+        if {"pacs_megatron.training.main", str(config)} <= set(command):
+            local_rank = int(process.environ()["LOCAL_RANK"])
+            ranks[local_rank] = os.sched_getaffinity(process.pid)
+        if "pacs_megatron.rollout.driver" in command and str(tmp_path) in " ".join(command):
+            drivers.append(os.sched_getaffinity(process.pid))
+            drivers += [os.sched_getaffinity(worker.pid) for worker in process.children(True)]
+    slurm.run("scancel", job_id)
+    slurm.wait(job_id)
+
+    parts = [split(share, DRIVER_PART) for share in divide(allowed_cores(), [None, None])]
+    assert ranks == {rank: own for rank, (own, _) in enumerate(parts)}
+    assert len(drivers) > 1 and all(cores == parts[0][1] | parts[1][1] for cores in drivers)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -140,6 +140,7 @@ class _HostProcess:
                 "paused": server.paused,
                 "answered": server.answered,
                 "late_compiles": server.late_compiles,
+                "cores": server.cores,
                 "held": digest_of(server.held),
             }
             for _, server in sorted(self._servers.items())
@@ -154,6 +155,7 @@ class _HostProcess:
         visible: str,
         pid: int,
         environment: dict[str, Any],
+        cores: Sequence[int] = (),
     ) -> dict[str, Any]:
         problem = environment_problem(**environment)
         if problem:
@@ -188,6 +190,7 @@ class _HostProcess:
             return {"code": 1, "reason": str(error)}
         server.context = given.context_length or spec.max_positions
         server.stops_early = True
+        server.cores = list(cores)
         gpu = server.gpus[0]
         for fault in [fault for fault in self._faults if fault[0] == gpu]:
             server.before[fault[1]] = lambda fault=fault: self._kill(server, fault, pid)  # type: ignore[misc]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import KERNEL_CACHES, ClusterConfig
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.runtime.cores import COLOCATED_PART, allowed_cores, divide, split
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS
 from tests.support.ranks import run_ranks
@@ -203,6 +205,15 @@ def _flow(value: Any) -> str:
     )
 
 
+def expected_cores(run: NodeRun, server: dict[str, Any]) -> list[int]:
+    """Cores of a server of the node, whose GPUs have no NUMA nodes."""
+    config = load_config(run.config_path, run.more).config
+    part = COLOCATED_PART if config.rollout.on_trainer_gpus else Fraction(1)
+    shares = divide(allowed_cores(), [None] * NUM_GPUS)
+    cores: set[int] = set()
+    return sorted(cores.union(*(split(shares[gpu], part)[1] for gpu in server["gpus"])))
+
+
 def check_run(run: NodeRun) -> None:
     """Runs it; every step, sample, checkpoint and server exists, and all servers have the exported
     weights.
@@ -229,4 +240,5 @@ def check_run(run: NodeRun) -> None:
     )
     assert all(server["answered"] for server in servers)
     assert not any(server["late_compiles"] for server in servers)
+    assert [server["cores"] for server in servers] == [expected_cores(run, s) for s in servers]
     assert 0 < run.hosts[0]["real_peak"] < 20 << 30

@@ -165,6 +165,8 @@ class GpuServer(WeightServer):
         self.kv_bytes = self._size_cache(mem_fraction)
         self._occupy("graphs", graph_bytes)
         self.late_compiles = 0
+        self.cores: list[int] = []
+        """of its process"""
         self._is_compiled = False
         super().__init__(weights, **server)
 

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pacs_megatron.config.rollout_options import SglangServers
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.launch import serve
 from pacs_megatron.launch.serve import Ending, main, wait_for_urls
@@ -76,12 +79,17 @@ def test_impatience_ends_it_at_once(process: subprocess.Popen[bytes], numbers: l
 
 
 class FlakyServer:
-    """Ends `ends` times; keeps its address by default."""
+    """Ends `ends` times, `silent` of them before it is ready; keeps its address by default."""
 
-    def __init__(self, ends: int, urls: tuple[str, ...] = ("http://n1:1",)) -> None:
+    def __init__(
+        self, ends: int, urls: tuple[str, ...] = ("http://n1:1",), *, silent: int = 0
+    ) -> None:
         self.ends = ends
+        self.silent = silent
         self.urls = list(urls)
         self.starts = 0
+        self.first_requests: list[int] = []
+        """starts after which it answered a first request"""
         self.log_path = Path("server.log")
 
     @property
@@ -94,19 +102,59 @@ class FlakyServer:
     def start(self) -> None:
         self.starts += 1
 
+    def wait_ready(self, timeout_s: float) -> None:
+        assert timeout_s == 7
+        if self.starts <= self.silent:
+            raise RolloutError("rollout server server0 was not ready")
+        self.first_requests.append(self.starts)
+
 
 def watch(
     server: FlakyServer, max_restarts: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> int:
     monkeypatch.setattr(serve, "POLL_S", 0.01)
     threading.Timer(0.3, (folder / "stop").touch).start()
-    return serve._watch([server], max_restarts, Ending(folder, folder))  # type: ignore[list-item]
+    options = SglangServers(python=("python",), max_restarts=max_restarts, start_timeout_s=7)
+    servers: Any = [server]
+    with ThreadPoolExecutor() as pool:
+        return serve._watch(servers, options, Ending(folder, folder), pool)
 
 
 def test_a_server_that_ends_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it answers a first request before the trainer's, which would wait for kernels to be
+    compiled.
+    """
     server = FlakyServer(ends=2)
     assert watch(server, 2, tmp_path, monkeypatch) == 0
     assert server.starts == 2
+    assert server.first_requests == [1, 2]
+
+
+def test_a_restart_that_fails_is_one_of_the_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FlakyServer(ends=1, silent=1)
+    assert watch(server, 2, tmp_path, monkeypatch) == 0
+    assert (server.starts, server.first_requests) == (2, [2])
+    other = tmp_path / "other"
+    other.mkdir()
+    assert watch(FlakyServer(ends=1, silent=2), 1, other, monkeypatch) == 1
+
+
+def test_a_restart_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    server = FlakyServer(ends=1)
+    monkeypatch.setattr(server, "wait_ready", lambda timeout_s: release.wait(600))
+    monkeypatch.setattr(serve, "POLL_S", 0.01)
+    (tmp_path / "run").mkdir()
+    ending = Ending(tmp_path, tmp_path / "run")
+    threading.Timer(0.3, (tmp_path / "stop").touch).start()
+    options = SglangServers(python=("python",), max_restarts=1)
+    servers: Any = [server]
+    with ThreadPoolExecutor() as pool:
+        assert serve._watch(servers, options, ending, pool) == 0
+        assert not release.is_set()
+        release.set()
 
 
 def test_too_many_ends_or_another_address_end_it_all(
@@ -182,14 +230,16 @@ def test_servers_continue_while_it_is_stopped_and_end_with_it(tmp_path: Path) ->
 import sys
 from pathlib import Path
 from pacs_megatron.launch.serve import Ending, _watch
+from concurrent.futures import ThreadPoolExecutor
 from pacs_megatron.sglang.build import start_servers
 from tests.support.servers.managed import spec
 folder = Path(sys.argv[1])
 ending = Ending(folder, folder)
 ending.install()
-[server] = start_servers([spec(folder)], 600.0, ending.is_due)
+made = spec(folder)
+[server] = start_servers([made], 600.0, ending.is_due)
 print(server.url, flush=True)
-_watch([server], 0, ending)
+_watch([server], made.servers, ending, ThreadPoolExecutor())
 server.close()
 """
     command = [sys.executable, "-c", script, str(tmp_path)]

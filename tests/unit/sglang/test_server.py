@@ -64,6 +64,25 @@ def test_close_ends_every_child_also_stubborn_ones(tmp_path: Path) -> None:
         server.start()
 
 
+def test_a_server_and_its_children_keep_their_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the driver published before it was bound: those near the server's own GPUs."""
+    last = max(os.sched_getaffinity(0))
+    monkeypatch.setenv("PACS_ROLLOUT_CORES", f"0,1;{last}")
+    monkeypatch.setenv("PACS_VISIBLE_GPUS", "4,5")
+    options_of_two = spec(tmp_path, count=2, device="cuda", colocated=True).options
+    specs = sglang.server_specs(options_of_two, ModelOptions(path="m"), tmp_path)
+    assert [made.cores for made in specs] == [{0, 1}, {last}]
+    assert all("--sleep-on-idle" in made.command(1, 2) for made in specs)
+
+    server = ManagedServer(replace(spec(tmp_path), cores=specs[1].cores))
+    server.start()
+    server.wait_ready(TOOK_S)
+    assert {frozenset(os.sched_getaffinity(pid)) for pid in tree(server)} == {frozenset({last})}
+    server.close()
+
+
 def test_a_stopped_server_is_ended_too(tmp_path: Path) -> None:
     server = ManagedServer(spec(tmp_path))
     server.start()

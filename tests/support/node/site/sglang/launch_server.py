@@ -37,6 +37,7 @@ with connect() as link:
         "visible": os.environ["CUDA_VISIBLE_DEVICES"],
         "pid": os.getpid(),
         "environment": environment,
+        "cores": sorted(os.sched_getaffinity(0)),
     }
     answer = call(link, {"op": "serve", **server})
 print(answer["reason"], flush=True)
