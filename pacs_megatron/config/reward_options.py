@@ -47,6 +47,11 @@ class RewardWorkerOptions(Options):
         return self.timeout_s + 10.0 * self.ends_itself
 
     @property
+    def reads_token_ids(self) -> bool:
+        """Whether the reward may read `Prompt.token_ids`: only a user's function may."""
+        return isinstance(self, CustomReward)
+
+    @property
     def waits_for(self) -> str:
         """A progress message of a long judgement; empty for verifiers on this host, whose calls are
         short.
@@ -206,6 +211,10 @@ class WeightedReward(RewardWorkerOptions):
     @property
     def num_per_call(self) -> int:
         return max(component.reward.num_per_call for component in self.components)
+
+    @property
+    def reads_token_ids(self) -> bool:
+        return any(component.reward.reads_token_ids for component in self.components)
 
     @property
     def call_limit_s(self) -> float:

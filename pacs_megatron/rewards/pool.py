@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError, DataError, RewardError
+from pacs_megatron.rewards.judging import JudgeInput
 from pacs_megatron.rewards.worker import encode_inputs
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.json_reader import as_object, parse_json
@@ -219,7 +220,7 @@ class _Worker(WorkerProcess):
         if not self.is_started:  # killed in the call before
             self.start()
         self.allow_output()
-        line = encode_inputs([(item.prompt, item.response) for item in pending])
+        line = self._encode([(item.prompt, item.response) for item in pending])
         reply = self._exchange(line, self._options.call_limit_s)
         # The kernel or a user killed it, rarely the response: a new process retries once.
         if reply.get("killed"):
@@ -232,6 +233,9 @@ class _Worker(WorkerProcess):
             for item, result in zip(pending, results, strict=True)
         ]
 
+    def _encode(self, inputs: Sequence[JudgeInput]) -> bytes:
+        return encode_inputs(inputs, with_token_ids=self._options.reads_token_ids)
+
     def _without_reply(
         self, reply: dict[str, Any], pending: Sequence[_Pending]
     ) -> list[dict[str, Any]]:
@@ -243,7 +247,7 @@ class _Worker(WorkerProcess):
             return [reply] * len(pending)
         golds = [(item.prompt, f"\\boxed{{{item.prompt.answer}}}") for item in pending]
         self.start()
-        judged = self._exchange(encode_inputs(golds), self._options.call_limit_s)
+        judged = self._exchange(self._encode(golds), self._options.call_limit_s)
         verified = [result.get("reward") == 1.0 for result in judged.get("verdicts", [])]
         if len(verified) != len(pending) or not all(verified):
             return [reply] * len(pending)

@@ -3,16 +3,17 @@
 `main()` gets the pool's process id and a socket's descriptor as arguments. Both directions use JSON
 lines, no pickle. The worker receives the options and sends `{"ready": true}` or `{"error"}`. Then
 it receives lists of inputs and sends `{"verdicts": [...]}` of `judge_all`. It ends when the socket
-closes.
+closes. Only a user's function receives the token ids of a prompt: no other reward reads them.
 """
 
+import base64
 import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, TextIO
 
 import numpy as np
@@ -23,6 +24,10 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.rewards.judging import JudgeInput, build_reward, judge_all
 from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
+
+_OTHER_FIELDS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
+"""fields of a prompt that every reward receives"""
+_NO_TOKEN_IDS = np.empty(0, np.int32)
 
 
 def main() -> None:
@@ -50,21 +55,29 @@ def main() -> None:
             _send(replies, {"verdicts": judge_all(reward, decode_inputs(line))})
 
 
-def encode_inputs(inputs: Sequence[JudgeInput]) -> bytes:
-    """The inputs of one call as a JSON line."""
-    rows = [
-        (asdict(prompt) | {"token_ids": prompt.token_ids.tolist()}, response)
-        for prompt, response in inputs
-    ]
+def encode_inputs(inputs: Sequence[JudgeInput], *, with_token_ids: bool) -> bytes:
+    """The inputs of one call as a JSON line.
+
+    Args:
+        inputs: prompt and response of each sample.
+        with_token_ids: whether the reward reads the token ids of the prompts.
+    """
+    rows = []
+    for prompt, response in inputs:
+        token_ids = prompt.token_ids if with_token_ids else _NO_TOKEN_IDS
+        values = {name: getattr(prompt, name) for name in _OTHER_FIELDS}
+        values["extra"] = dict(prompt.extra)
+        values["token_ids"] = base64.b64encode(token_ids.astype("<i4").tobytes()).decode()
+        rows.append((values, response))
     return json.dumps(rows).encode() + b"\n"
 
 
 def decode_inputs(line: str) -> list[JudgeInput]:
-    """Inverse of `encode_inputs`."""
+    """Inverse of `encode_inputs`; a prompt has no token ids if none were sent."""
     inputs = []
-    for fields, response in json.loads(line):
-        token_ids = np.asarray(fields["token_ids"], dtype=np.int32)
-        prompt = Prompt(**fields | {"token_ids": token_ids})
+    for values, response in json.loads(line):
+        token_ids = np.frombuffer(base64.b64decode(values["token_ids"]), "<i4")
+        prompt = Prompt(**values | {"token_ids": token_ids})
         inputs.append((prompt, response))
     return inputs
 
