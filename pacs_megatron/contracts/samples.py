@@ -184,6 +184,10 @@ class Sample:
     """
     calls: tuple[ToolCall, ...] = ()
     """Calls of tools, in order"""
+    text: str | None = None
+    """the response as text, decoded once: for the verifier and for the rollout file; None: not
+    decoded yet
+    """
 
     @property
     def response_ids(self) -> np.ndarray:

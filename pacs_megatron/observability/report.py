@@ -18,7 +18,7 @@ from pacs_megatron.observability.metric_words import in_words
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.observability.rank_times import read_rank_times, waits_of
-from pacs_megatron.observability.rollout_log import read_rollouts, rollout_files
+from pacs_megatron.observability.rollout_log import line_offsets, read_rollouts, rollout_files
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE
@@ -389,27 +389,24 @@ def _answers(run_dir: Path, num_samples: int) -> list[str]:
     files = rollout_files(run_dir)
     parts = []
     for step, file in dict([*files[:1], *files[-1:]]).items():
-        records = _spread(read_rollouts(file), num_samples)
-        samples = [_sample(record, file) for record in records]
+        rows = _spread(len(line_offsets(file)) - 1, num_samples)
+        samples = [_sample(record, file) for record in read_rollouts(file, rows)]
         parts.append(f"<h2>Answers of step {step}</h2>{''.join(samples)}")
     return parts
 
 
-def _spread(records: Sequence[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
-    """Returns records at even distances, so that several prompts appear. Deterministic.
+def _spread(num_lines: int, num_samples: int) -> list[int]:
+    """Numbers of lines at even distances, so that several prompts appear. Deterministic.
 
     Args:
-        records: The samples of a step, those of a prompt next to each other.
-        num_samples: Maximum number of records.
+        num_lines: The samples of a step, those of a prompt next to each other.
+        num_samples: Maximum number of lines.
     """
-    if len(records) <= num_samples:
-        return list(records)
-    distance = len(records) // num_samples
+    if num_lines <= num_samples:
+        return list(range(num_lines))
+    distance = num_lines // num_samples
     # Plus a changing offset; otherwise every choice would be the first sample of its group.
-    return [
-        records[(index * len(records)) // num_samples + index % distance]
-        for index in range(num_samples)
-    ]
+    return [(index * num_lines) // num_samples + index % distance for index in range(num_samples)]
 
 
 def _sample(record: Mapping[str, Any], path: Path) -> str:

@@ -1,11 +1,14 @@
 """Writes and reads `rollouts/step_000012.jsonl`: every sample of a step as readable text, one JSON
 object per line.
+
+`step_000012.offsets` beside it has the positions of the lines, int64: a reader of some lines reads
+only these. A file without valid offsets (of an earlier release, or edited) is read to its end once.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +20,7 @@ from pacs_megatron.runtime.files import (
     PARTIAL_SUFFIX,
     complete_lines,
     json_line,
-    parse_lines,
+    parse_line,
     write_atomically,
 )
 
@@ -26,12 +29,15 @@ RolloutKind = Literal["step", "eval"]
 """The samples of a step, or of the evaluation after it"""
 RECORD_SUFFIX = ".safetensors"
 """The same samples as arrays, in a file beside the text (`logging.save_tokens`)."""
-_NAME = re.compile(r"(?:step|eval)_(\d{6,})\.(?:jsonl|safetensors)")
+TEXT_SUFFIX = ".jsonl"
+OFFSETS_SUFFIX = ".offsets"
+"""int64 [lines + 1], little endian: the start of each line, and the end of the last one"""
+_NAME = re.compile(r"(?:step|eval)_(\d{6,})\.(?:jsonl|safetensors|offsets)")
 
 
 def rollout_path(run_dir: Path, step: int, kind: RolloutKind = "step") -> Path:
     """The file of the samples of `step`."""
-    return run_dir / ROLLOUT_FOLDER / f"{kind}_{step:06d}.jsonl"
+    return run_dir / ROLLOUT_FOLDER / f"{kind}_{step:06d}{TEXT_SUFFIX}"
 
 
 def write_rollouts(
@@ -49,14 +55,27 @@ def write_rollouts(
         path: From `rollout_path`.
         samples: In any order.
         prompts: By prompt id.
-        decode: Token ids of a response, [response], int32, to text.
+        decode: Token ids of a response, [response], int32, to text. For samples without text: a
+            checkpoint has none.
     """
     ordered = sorted(samples, key=_order)
-    # One line at a time: a step of 8,192 long responses is gigabytes of text.
-    lines = (
-        json_line(rollout_record(sample, prompts[sample.prompt_id], decode)) for sample in ordered
-    )
-    write_atomically(path, lines)
+    offsets = [0]
+
+    def lines() -> Iterator[bytes]:
+        # One line at a time: a step of 8,192 long responses is gigabytes of text.
+        for sample in ordered:
+            decoded = sample
+            if sample.text is None:
+                decoded = replace(sample, text=decode(sample.response_ids))
+            line = json_line(rollout_record(decoded, prompts[sample.prompt_id]))
+            offsets.append(offsets[-1] + len(line))
+            yield line
+
+    offsets_path = path.with_suffix(OFFSETS_SUFFIX)
+    # First, so that a kill leaves no offsets of other lines.
+    offsets_path.unlink(missing_ok=True)
+    write_atomically(path, lines())
+    write_atomically(offsets_path, [np.array(offsets, "<i8").tobytes()])
 
 
 def _order(sample: Sample) -> tuple[str, int, str]:
@@ -66,12 +85,13 @@ def _order(sample: Sample) -> tuple[str, int, str]:
     return sample.prompt_id, number, sample.id
 
 
-def rollout_record(
-    sample: Sample, prompt: Prompt, decode: Callable[[np.ndarray], str]
-) -> dict[str, Any]:
+def rollout_record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
     versions; `extra` only if the data set has further columns.
+
+    The sample has its text.
     """
+    assert sample.text is not None
     extra = {"extra": dict(prompt.extra)} if prompt.extra else {}
     mean = math.nan
     if len(sample.sampler_logprobs):
@@ -83,7 +103,7 @@ def rollout_record(
         "prompt": prompt.text,
         "answer": prompt.answer,
         **extra,
-        "response": decode(sample.response_ids),
+        "response": sample.text,
         **verdict_fields(sample),
         "stop": str(sample.stop),
         "prompt_tokens": sample.prompt_len,
@@ -105,18 +125,56 @@ def verdict_fields(sample: Sample) -> dict[str, Any]:
     return fields
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The records of one file in order. Raises DataError with the line of a malformed one."""
-    return list(parse_lines(complete_lines(path), path))
+def line_offsets(path: Path) -> np.ndarray:
+    """The start of each complete line of a rollout file, and the end of the last one.
+
+    Returns:
+        int64 [lines + 1].
+    """
+    offsets_path = path.with_suffix(OFFSETS_SUFFIX)
+    if offsets_path.is_file() and path.is_file():
+        content = offsets_path.read_bytes()
+        if len(content) % 8 == 0:
+            offsets = np.frombuffer(content, "<i8")
+            is_ascending = len(offsets) > 0 and offsets[0] == 0 and (np.diff(offsets) > 0).all()
+            if is_ascending and offsets[-1] == path.stat().st_size:
+                return offsets
+
+    lens = [len(line) + 1 for line in complete_lines(path)]
+    return np.cumsum([0, *lens], dtype=np.int64)
+
+
+def read_rollouts(path: Path, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Records of one file.
+
+    Args:
+        path: From `rollout_path`.
+        rows: 0-based numbers of the lines, in the order of the result; None: all lines.
+
+    Raises:
+        DataError: A line is malformed; the message has its number.
+    """
+    if rows is None:
+        numbered = enumerate(complete_lines(path), start=1)
+        return [parse_line(line, path, number) for number, line in numbered]
+
+    offsets = line_offsets(path)
+    records = []
+    with path.open("rb") as file:
+        for row in rows:
+            file.seek(int(offsets[row]))
+            line = file.read(int(offsets[row + 1] - offsets[row]))
+            records.append(parse_line(line, path, row + 1))
+    return records
 
 
 def rollout_files(run_dir: Path, kind: RolloutKind = "step") -> list[tuple[int, Path]]:
     """(step, path) of every finished file, ordered by step."""
-    return [(step, path) for step, path in _files(run_dir, kind) if path.suffix != RECORD_SUFFIX]
+    return [(step, path) for step, path in _files(run_dir, kind) if path.suffix == TEXT_SUFFIX]
 
 
 def _files(run_dir: Path, kind: str) -> list[tuple[int, Path]]:
-    """(step, path) of the files of text and of arrays, ordered by step."""
+    """(step, path) of the files of text, offsets and arrays, ordered by step."""
     files = []
     for path in (run_dir / ROLLOUT_FOLDER).glob(f"{kind}_*"):
         match = _NAME.fullmatch(path.name)

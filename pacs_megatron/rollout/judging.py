@@ -41,17 +41,20 @@ class Judge(Closing):
         self._decode = decode
         self._truncated = truncated
 
-    def submit(self, sample: Sample, prompt: Prompt, done: Judged, text: str | None = None) -> None:
-        """Submits `sample` and returns; `done` is called later.
+    def submit(self, sample: Sample, prompt: Prompt, done: Judged) -> None:
+        """Submits `sample` and returns; `done` is called later, with the sample and its text.
 
-        `text` is the response if it is already decoded. Raises RewardError if the pool has ended.
+        Raises RewardError if the pool has ended.
         """
-        response = self._decode(sample.response_ids) if text is None else text
+        text = sample.text
+        if text is None:
+            text = self._decode(sample.response_ids)
+        decoded = replace(sample, text=text)
 
         def deliver(verdict: Verdict | RewardError) -> None:
-            done(self._apply(sample, verdict))
+            done(self._apply(decoded, verdict))
 
-        self._pool.submit(sample.id, prompt, response, deliver)
+        self._pool.submit(sample.id, prompt, text, deliver)
 
     def check(self, judged: list[Sample]) -> None:
         """Raises RewardError if more than the configured share of these samples could not be

@@ -173,8 +173,13 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 def parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of `lines`. Raises DataError with the number of a line that is not one."""
     for number, line in enumerate(lines, start=1):
-        value = parse_json(line, str(path), line=number, any_text=True)
-        yield as_object(value, f"{path}:{number}")
+        yield parse_line(line, path, number)
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The JSON object of line `number` (1-based) of a file. Raises DataError with the number."""
+    value = parse_json(line, str(path), line=number, any_text=True)
+    return as_object(value, f"{path}:{number}")
 
 
 Fields = Mapping[str, type | UnionType]

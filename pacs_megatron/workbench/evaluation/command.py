@@ -7,7 +7,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -360,17 +360,18 @@ class _Evaluation:
         self.sampler.load(folder, tokenizer)
         seeds = {request.id: request.seed for request in missing}
         verdicts: queue.SimpleQueue[Sample | RewardError] = queue.SimpleQueue()
-        texts: dict[str, str] = {}  # sample id -> response, of samples without a verdict
+        num_pending = 0  # samples without a verdict
         started = time.perf_counter()
         num_tokens = 0
         num_done = sum(request.id in samples.outcomes for request in requests)
 
         def write(*, wait: bool) -> None:
             """Appends the judged samples to the file; with `wait`, all of them."""
-            nonlocal num_done
-            while texts and (wait or not verdicts.empty()):
+            nonlocal num_done, num_pending
+            while num_pending and (wait or not verdicts.empty()):
                 [sample] = received(verdicts, 1)
-                samples.append(sample, seeds[sample.id], texts.pop(sample.id))
+                samples.append(sample, seeds[sample.id])
+                num_pending -= 1
                 num_done += 1
             tokens_per_s = num_tokens / (time.perf_counter() - started)
             progress.advance(num_done, {"tokens/s": tokens_per_s})
@@ -382,8 +383,9 @@ class _Evaluation:
                 if sample.id not in samples.outcomes:
                     response_ids = sample.response_ids.tolist()
                     text = str(tokenizer.decode(response_ids, skip_special_tokens=True))
-                    texts[sample.id] = text
-                    self.judge.submit(sample, prompts[sample.prompt_id], verdicts.put, text)
+                    decoded = replace(sample, text=text)
+                    self.judge.submit(decoded, prompts[sample.prompt_id], verdicts.put)
+                    num_pending += 1
                 write(wait=False)
             write(wait=True)
 

@@ -142,16 +142,15 @@ class SampleFile(Closing):
                     "--rejudge to judge these samples again"
                 )
 
-    def append(self, sample: Sample, seed: int, text: str) -> None:
+    def append(self, sample: Sample, seed: int) -> None:
         """Writes a judged sample to the file before it returns, so that a later kill does not lose
         it.
 
         Args:
-            sample: with its verdict.
+            sample: with its text and its verdict.
             seed: of its request.
-            text: the response.
         """
-        record = rollout_record(sample, self._prompts[sample.prompt_id], lambda _: text)
+        record = rollout_record(sample, self._prompts[sample.prompt_id])
         record["seed"] = seed
         lines = json_line(record)
         if self._file is None:
@@ -211,7 +210,7 @@ class SampleFile(Closing):
                     f"evaluation.benchmarks lacks; add {record['source']}, or correct its `limit` "
                     "and `where`"
                 )
-            judge.submit(_without_tokens(record), prompt, verdicts.put, record["response"])
+            judge.submit(_without_tokens(record), prompt, verdicts.put)
         return {sample.id: sample for sample in received(verdicts, len(records))}
 
 
@@ -226,6 +225,7 @@ def _without_tokens(record: Mapping[str, Any]) -> Sample:
         sampler_logprobs=np.empty(0, dtype=np.float32),
         spans=(),
         stop=Stop(record["stop"]),
+        text=record["response"],
     )
 
 

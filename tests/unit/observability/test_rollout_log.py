@@ -12,6 +12,7 @@ from pacs_megatron.contracts import Prompt, Sample, Span, Stop
 from pacs_megatron.errors import DataError
 from pacs_megatron.observability.metrics import MetricsWriter, read_metrics
 from pacs_megatron.observability.rollout_log import (
+    line_offsets,
     read_rollouts,
     rollout_files,
     rollout_path,
@@ -109,6 +110,52 @@ def test_order_of_arrival_has_no_effect_and_numbers_sort_as_numbers(tmp_path: Pa
     assert [r["id"] for r in read_rollouts(path)] == ids
 
 
+def test_some_lines_are_read_by_their_offsets_alone(tmp_path: Path) -> None:
+    """A line that is not read may be anything."""
+    path = rollout_path(tmp_path, 1)
+    ids = [f"1:toy/0#{number}" for number in range(12)]
+    write_rollouts(path, [sample(i) for i in ids], {"toy/0": prompt("toy/0")}, decode)
+    whole = read_rollouts(path)
+    start, end = line_offsets(path)[5:7]
+    content = bytearray(path.read_bytes())
+    content[start:end] = b"x" * (end - start)
+    path.write_bytes(content)
+    assert read_rollouts(path, [11, 0, 7]) == [whole[11], whole[0], whole[7]]
+    with pytest.raises(DataError, match=r"step_000001\.jsonl:6: malformed JSON"):
+        read_rollouts(path, [5])
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "unordered", "of other lines"])
+def test_lines_without_their_offsets_are_counted(tmp_path: Path, damage: str) -> None:
+    """Of an earlier release, or of a file that was edited."""
+    path = rollout_path(tmp_path, 1)
+    prompts = {"toy/0": prompt("toy/0")}
+    write_rollouts(path, [sample(f"1:toy/0#{k}") for k in range(3)], prompts, decode)
+    offsets_path = path.with_suffix(".offsets")
+    expected = line_offsets(path)
+    assert expected[-1] == path.stat().st_size
+    match damage:
+        case "none":
+            offsets_path.unlink()
+        case "cut":
+            offsets_path.write_bytes(offsets_path.read_bytes()[:-3])
+        case "unordered":
+            offsets_path.write_bytes(expected[[0, 2, 1, 3]].tobytes())
+        case _:
+            with path.open("ab") as file:
+                file.write(json.dumps({"id": "4"}).encode() + b"\n")
+            expected = np.append(expected, path.stat().st_size)
+    np.testing.assert_array_equal(line_offsets(path), expected)
+    assert read_rollouts(path, [1]) == [read_rollouts(path)[1]]
+
+
+def test_a_decoded_response_is_not_decoded_again(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 1)
+    samples = [sample("1:toy/0#0", text="judged"), sample("1:toy/0#1")]
+    write_rollouts(path, samples, {"toy/0": prompt("toy/0")}, decode)
+    assert [record["response"] for record in read_rollouts(path)] == ["judged", "7 8"]
+
+
 @pytest.mark.parametrize(
     "text", ["new\nline \u2028 \u0085", "lone \udc80 surrogate", "中文 😀", '"}\x00', "</script>"]
 )
@@ -178,6 +225,7 @@ def test_resume_truncates_metrics_and_rollouts_to_the_same_step(tmp_path: Path) 
         )
         assert [step for step, _ in rollout_files(tmp_path, "eval")] == [0, 1, 2]
         assert not torn.exists()
+        assert not rollout_path(tmp_path, 4).with_suffix(".offsets").exists()
         assert note.exists()
 
 

@@ -246,6 +246,8 @@ def test_a_sample_may_be_submitted_again_before_its_verdict(judge: Judge) -> Non
         isinstance(verdict, Sample) and verdict.id == request.id and verdict.label == 1
         for verdict in found
     )
+    # Decoded once: the rollout file has the text that was judged.
+    assert {verdict.text for verdict in found if isinstance(verdict, Sample)} == {"1"}
 
 
 def test_a_closed_judge_has_returned_every_verdict_and_starts_no_job(tmp_path: Path) -> None:
