@@ -103,7 +103,7 @@ def logprobs(
         float64 [sequences, length - 1], nats.
     """
     from pacs_megatron.contracts import SampleFacts, TokenBuffers
-    from tests.support.policies.policy_cases import make_part, make_policy
+    from tests.support.policies.policy_cases import logprobs_by_row, make_part, make_policy
     from tests.support.ranks import run_ranks
 
     count, length = tokens.shape
@@ -126,7 +126,7 @@ def logprobs(
 
     def on_rank(_rank: int, world: int) -> np.ndarray:
         policy = make_policy(folder, world, tokens_per_microbatch=budget, **options)
-        by_row = policy.logprobs(make_part(facts, buffers, policy, budget), "step_start")
+        by_row = logprobs_by_row(policy, make_part(facts, buffers, policy, budget))
         rows = [by_row[row] for row in sorted(by_row)]
         # Only the last pipeline stage has log-probs.
         return np.stack(rows or [np.zeros(0)]).astype(np.float64)

@@ -204,7 +204,7 @@ def random_part(setup: Setup, vocab: int) -> Any:
     plan = plan_microbatches(
         facts, layout=Layout(world_size=1), tokens_per_microbatch=setup.tokens_per_microbatch
     )
-    return MiniBatch(facts=facts, tokens=tokens, plan=plan)
+    return MiniBatch(facts=facts, rows=rows, tokens=tokens, plan=plan)
 
 
 def sync() -> None:
@@ -272,15 +272,15 @@ def measure_check(setup: Setup) -> dict[str, Any]:
     policy, used = build_policy(setup)
     minibatch = random_part(setup, policy.spec.vocab_size)
     start = policy.logprobs(minibatch, "step_start")
-    logprobs = np.concatenate([start[row] for row in range(setup.samples)])
+    logprobs = start.cpu().numpy()
     minibatch = replace(minibatch, step_start_logprobs=start, index=1)
 
     # Scores at unchanged weights, then one update of PACS and one of SFT.
     pacs = build_objective(PacsOptions(name="pacs"), updates_per_step=2)
     scores = policy.scores(minibatch, pacs)
-    pacs_report = policy.update(minibatch, pacs, None)
+    pacs_report = policy.update(minibatch, pacs, {})
     sft = build_objective(SftOptions(name="sft"), updates_per_step=1)
-    sft_report = policy.update(minibatch, sft, None)
+    sft_report = policy.update(minibatch, sft, {})
     figures: dict[str, Any] = {
         "used": used,
         "score_floor": float(scores.abs().max()),

@@ -193,24 +193,17 @@ def _first_fit(items: Sequence[np.ndarray], lens: np.ndarray, budget: int) -> li
         int64 [samples of the micro-batch] rows of each micro-batch, ascending.
     """
     batches: list[list[np.ndarray]] = []
-    free: list[int] = []
+    # One more than the micro-batches so far: the next new one.
+    free = np.full(len(items) + 1, budget)
     for item in items:
         need = int(lens[item].sum())
-        place = _first_with_space(free, need)
-        if place == len(free):
+        has_space = free[: len(batches) + 1] >= need
+        place = int(has_space.argmax())
+        if place == len(batches):
             batches.append([])
-            free.append(budget)
         batches[place].append(item)
         free[place] -= need
     return [np.sort(np.concatenate(batch)) for batch in batches]
-
-
-def _first_with_space(free: Sequence[int], need: int) -> int:
-    """Index of the first value of at least `need`; the number of values if there is none."""
-    for index, space in enumerate(free):
-        if need <= space:
-            return index
-    return len(free)
 
 
 def _with_padding(packed: list[list[np.ndarray]], layout: Layout) -> list[list[np.ndarray]]:

@@ -141,6 +141,20 @@ def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
     return arrays
 
 
+def ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """The numbers from each start on, range after range.
+
+    Args:
+        starts: int64 [m].
+        lens: int64 [m], numbers of each range.
+
+    Returns:
+        int64 [sum of lens].
+    """
+    ends = np.cumsum(lens)
+    return np.repeat(starts - (ends - lens), lens) + np.arange(lens.sum())
+
+
 def flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarray]:
     """Concatenates arrays of one dimension or more along the first one.
 

@@ -1,12 +1,19 @@
-"""The samples of one step as flat arrays: SampleFacts on every rank, and the tokens of this rank's
+"""The samples of one step as columns: SampleFacts on every rank, and the tokens of this rank's
 share.
+
+Imports torch for typing only.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error, a normal end
@@ -59,7 +66,7 @@ class SampleFacts:
         total: np.ndarray = self.prompt_lens + self.response_lens
         return total
 
-    def select(self, index: np.ndarray) -> "SampleFacts":
+    def select(self, index: np.ndarray) -> SampleFacts:
         """The facts of some samples, with group numbers made dense again.
 
         Args:
@@ -95,6 +102,19 @@ class TokenBuffers:
     """int16 [sum of (lens - 1), layers, top k], the sampler's experts that training replays; None:
     no replay
     """
+
+    def by_sample(self, column: np.ndarray) -> list[np.ndarray]:
+        """The values of each sample in a response column, as views.
+
+        Args:
+            column: [sum of response lens], or [0] on a rank that does not have the column.
+
+        Returns:
+            [response] each, in the order of `index`; none on a rank without the column.
+        """
+        if not len(column):
+            return []
+        return np.split(column, self.response_offsets[1:-1])
 
     def routes_of(self, position: int) -> np.ndarray:
         """int16 [prompt + response - 1, layers, top k] of the sample at `position`."""
@@ -140,22 +160,27 @@ class MiniBatch:
     """One mini-batch (one optimizer update): facts of all its samples, this rank's tokens, and the
     plan.
 
-    The dictionaries map a row of `facts` (this rank's samples only) to float32 [response], nats.
+    Log-probs and estimates are response columns of this rank's samples: float32
+    [sum of response lens], on the device, in the order of `tokens.index`. Only the last pipeline
+    stage has their values; elsewhere they are [0].
     """
 
     facts: SampleFacts
+    rows: np.ndarray
+    """int64 [n], row of each sample in the step's SampleFacts"""
     tokens: TokenBuffers
     """`tokens.index` points into `facts`"""
     plan: MicroBatchPlan
     index: int = 0
     """0-based number of the update in the step; at 0 the policy has the step-start weights"""
-    step_start_logprobs: dict[int, np.ndarray] | None = None
-    """of the policy at the start of this step, from the trainer"""
-    reference_logprobs: dict[int, np.ndarray] | None = None
+    step_start_logprobs: torch.Tensor | None = None
+    """nats, of the policy at the start of this step, from the trainer"""
+    reference_logprobs: torch.Tensor | None = None
+    """nats"""
     routes: dict[int, np.ndarray] | None = None
     """experts of this rank's samples for the score pass and the update (policy/routing.py); None:
     the routers select them. The sampler's experts are set before any pass, and the `step_start`
     pass also uses them
     """
-    estimates: Mapping[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    estimates: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """with a critic: `value` at the step's start, whitened `advantage`, and `return`"""

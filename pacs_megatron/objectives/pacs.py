@@ -9,7 +9,7 @@ dL/dtheta for any split of the mini-batch.
 Numbers in brackets are the paper's equations and sections.
 """
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -17,7 +17,13 @@ from pydantic import Field, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens, required
+from pacs_megatron.objectives.shared.base import (
+    Objective,
+    ReferenceOptions,
+    StepInputs,
+    at_tokens,
+    required,
+)
 from pacs_megatron.objectives.shared.groups import IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
@@ -217,7 +223,9 @@ class Pacs(Objective, options=PacsOptions):
             **extra,
         }
 
-    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+    def prepare(
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs
+    ) -> Prepared:
         """Loss, metrics, and the values of `couple` per sample, float64 [n].
 
         Computes in the order of the sample ids, so the bits do not depend on the order of the rows.

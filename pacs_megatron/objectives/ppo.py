@@ -21,14 +21,14 @@ TRL has lam = 0.95, c = 0.2.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.options import Options
-from pacs_megatron.objectives.shared.base import Objective, at_tokens, required
+from pacs_megatron.objectives.shared.base import Objective, StepInputs, at_tokens, required
 from pacs_megatron.objectives.shared.groups import FloatArray
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import (
@@ -135,10 +135,9 @@ class Ppo(PolicyGradient, options=PpoOptions):
         returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
         return advantages, returns
 
-    def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
-        """Mean |A| of each sample id, from the engine."""
-        sizes = required(facts.advantage_abs, "facts.advantage_abs")
-        return dict(zip(facts.ids, sizes.tolist(), strict=True))
+    def prepare_step(self, facts: SampleFacts) -> StepInputs:
+        """`advantage`: mean |A| of each sample, from the engine."""
+        return {"advantage": required(facts.advantage_abs, "facts.advantage_abs")}
 
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """The whitened advantage of each token, [t]."""
@@ -151,7 +150,9 @@ class ValueLoss(Objective):
     name = "critic"
     options: PpoOptions
 
-    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+    def prepare(
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs
+    ) -> Prepared:
         """Per sample, float64 [n]: `token_weight`, the weight of each of its tokens."""
         weights = mean_weights(
             facts.response_lens, self.options.loss_mean, self.options.constant_length

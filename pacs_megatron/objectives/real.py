@@ -12,13 +12,19 @@ use `delta` in a metric only.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import Coupling, LogprobSource, Statistic
-from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens, required
+from pacs_megatron.objectives.shared.base import (
+    CommonOptions,
+    Objective,
+    StepInputs,
+    at_tokens,
+    required,
+)
 from pacs_megatron.objectives.shared.groups import build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
@@ -55,7 +61,7 @@ class Real(Objective, options=RealOptions):
         lens = at_tokens(tokens.response_lens, tokens).clamp(min=1).double()
         return (tokens.logprobs.double() - step_start.double()) / lens
 
-    def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
+    def known(self, facts: SampleFacts, step_inputs: StepInputs) -> dict[str, Tensor]:
         """`share` 1 / Q of each sample's group, 0 in groups of one class; float64 [n]."""
         table = build_table(facts)
         has_two_classes = ~one_class(table.labels, table)
@@ -89,7 +95,9 @@ class Real(Objective, options=RealOptions):
             "loss": known["share"] * loss,
         }
 
-    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+    def prepare(
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs
+    ) -> Prepared:
         """Per sample, float64 [n]: `coefficient`; see `couple`."""
         table = build_table(facts)
         known = {

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: the mean negative log-likelihood of demonstrations, without groups."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
-from pacs_megatron.objectives.shared.base import CommonOptions, Objective, at_tokens
+from pacs_megatron.objectives.shared.base import CommonOptions, Objective, StepInputs, at_tokens
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import mean_weights
 
@@ -28,7 +28,9 @@ class Sft(Objective, options=SftOptions):
 
     options: SftOptions
 
-    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+    def prepare(
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs
+    ) -> Prepared:
         """Per sample, float64 [n]: `token_weight`, the weight of each of its tokens."""
         weights = mean_weights(facts.response_lens, self.options.loss_mean)
         return Prepared(per_sample={"token_weight": torch.from_numpy(weights)})

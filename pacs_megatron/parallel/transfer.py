@@ -1,51 +1,99 @@
 """Host data between ranks over gloo: flat arrays and plain JSON values.
 
 Nothing is pickled, and tokens are arrays, never Python lists.
+
+A buffer has the size of its layout (int64), the layout as JSON, and the arrays. Every part starts
+at a multiple of 8 bytes, so the arrays that arrive are views of the buffer.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.numpy import load, save
 
 Arrays = Mapping[str, np.ndarray]
+Layout = Mapping[str, Sequence[Any]]
+"""Name -> dtype and shape of each array, in the order of the buffer; JSON values"""
+
+_ALIGNMENT = 8
+"""bytes; the largest item of an array"""
 
 
-def pack_arrays(arrays: Arrays) -> bytes:
-    """The arrays in safetensors format."""
-    # safetensors writes the buffer of an array as it is, so the buffer must be in C order.
-    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    return save(contiguous)
+def layout_of(arrays: Arrays) -> dict[str, Sequence[Any]]:
+    """The layout of the arrays, from which `views` restores them."""
+    return {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
 
 
-def unpack_arrays(data: bytes) -> dict[str, np.ndarray]:
-    """Inverse of `pack_arrays`; the arrays are read-only."""
-    return load(data)
+def padded_bytes(arrays: Arrays) -> list[np.ndarray]:
+    """The bytes of the arrays, uint8, each followed by its padding; views of contiguous arrays."""
+    parts = []
+    for array in arrays.values():
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parts.append(data)
+        parts.append(np.zeros(-len(data) % _ALIGNMENT, np.uint8))
+    return parts
 
 
-def broadcast_bytes(data: bytes, *, src: int, group: dist.ProcessGroup) -> bytes:
-    """The bytes of one rank, on every rank of `group`. Collective.
+def views(data: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
+    """The arrays of `padded_bytes`, as read-only views.
 
     Args:
-        data: the bytes on rank `src`; the other ranks pass anything.
+        data: uint8, all parts one after the other.
+        layout: of `layout_of`.
+    """
+    arrays = {}
+    start = 0
+    for name, (dtype, shape) in layout.items():
+        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        array = data[start : start + size].view(dtype).reshape(shape)
+        array.flags.writeable = False
+        arrays[name] = array
+        start += size + -size % _ALIGNMENT
+    return arrays
+
+
+def pack_arrays(arrays: Arrays) -> np.ndarray:
+    """The arrays as one buffer, uint8."""
+    layout = json.dumps(layout_of(arrays)).encode()
+    layout += b" " * (-len(layout) % _ALIGNMENT)
+    size = np.array([len(layout)]).view(np.uint8)
+    return np.concatenate([size, np.frombuffer(layout, np.uint8), *padded_bytes(arrays)])
+
+
+def unpack_arrays(buffer: np.ndarray) -> dict[str, np.ndarray]:
+    """Inverse of `pack_arrays`; the arrays are read-only views of the buffer."""
+    end = _ALIGNMENT + int(buffer[:_ALIGNMENT].view(np.int64)[0])
+    layout = json.loads(buffer[_ALIGNMENT:end].tobytes())
+    return views(buffer[end:], layout)
+
+
+def broadcast_buffer(
+    buffer: np.ndarray | None,
+    *,
+    src: int,
+    group: dist.ProcessGroup,
+) -> np.ndarray:
+    """The buffer of one rank, uint8, on every rank of `group`. Collective.
+
+    Args:
+        buffer: the buffer on rank `src`; the other ranks pass anything.
         src: global rank.
         group: gloo group that contains `src`.
     """
-    is_source = dist.get_rank() == src
-    size = torch.tensor([len(data)])
+    if dist.get_rank() != src or buffer is None:
+        buffer = np.empty(0, np.uint8)
+    size = torch.tensor([len(buffer)])
     dist.broadcast(size, src=src, group=group)
 
-    payload = _tensor(data) if is_source else torch.empty(int(size), dtype=torch.uint8)
-    if payload.numel():
-        dist.broadcast(payload, src=src, group=group)
-
-    if is_source:
-        return data
-    return payload.numpy().tobytes()
+    if dist.get_rank() != src:
+        buffer = np.empty(int(size), np.uint8)
+    # A group of one rank has nothing to send.
+    if len(buffer) and dist.get_world_size(group) > 1:
+        dist.broadcast(_tensor(buffer), src=src, group=group)
+    return buffer
 
 
 def broadcast_json(value: Any, *, src: int, group: dist.ProcessGroup) -> Any:
@@ -56,10 +104,10 @@ def broadcast_json(value: Any, *, src: int, group: dist.ProcessGroup) -> Any:
         src: global rank.
         group: gloo group that contains `src`.
     """
-    data = b""
+    buffer = None
     if dist.get_rank() == src:
-        data = json.dumps(value).encode()
-    return json.loads(broadcast_bytes(data, src=src, group=group))
+        buffer = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    return json.loads(broadcast_buffer(buffer, src=src, group=group).tobytes())
 
 
 def broadcast_arrays(
@@ -75,28 +123,26 @@ def broadcast_arrays(
         src: global rank.
         group: gloo group that contains `src`.
     """
-    data = b""
+    buffer = None
     if dist.get_rank() == src:
-        data = pack_arrays(arrays or {})
-    return unpack_arrays(broadcast_bytes(data, src=src, group=group))
+        buffer = pack_arrays(arrays or {})
+    return unpack_arrays(broadcast_buffer(buffer, src=src, group=group))
 
 
-def send_arrays(arrays: Arrays, *, dst: int, group: dist.ProcessGroup) -> None:
-    """Sends arrays to one rank, which calls `receive_arrays`.
+def send_buffer(buffer: np.ndarray, *, dst: int, group: dist.ProcessGroup) -> None:
+    """Sends a buffer to one rank, which calls `receive_buffer`.
 
     Args:
-        arrays: of any dtype that safetensors has.
+        buffer: uint8, of `pack_arrays`.
         dst: global rank.
         group: gloo group that contains both ranks.
     """
-    payload = _tensor(pack_arrays(arrays))
-    size = torch.tensor([payload.numel()])
-    dist.send(size, dst=dst, group=group)
-    dist.send(payload, dst=dst, group=group)
+    dist.send(torch.tensor([len(buffer)]), dst=dst, group=group)
+    dist.send(_tensor(buffer), dst=dst, group=group)
 
 
-def receive_arrays(*, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
-    """The arrays that one rank sends with `send_arrays`, read-only.
+def receive_buffer(*, src: int, group: dist.ProcessGroup) -> np.ndarray:
+    """The buffer that one rank sends with `send_buffer`, uint8.
 
     Args:
         src: global rank.
@@ -105,9 +151,9 @@ def receive_arrays(*, src: int, group: dist.ProcessGroup) -> dict[str, np.ndarra
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, src=src, group=group)
 
-    payload = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(payload, src=src, group=group)
-    return unpack_arrays(payload.numpy().tobytes())
+    buffer = np.empty(int(size), np.uint8)
+    dist.recv(_tensor(buffer), src=src, group=group)
+    return buffer
 
 
 def gather_arrays(
@@ -122,12 +168,12 @@ def gather_arrays(
         group: gloo group of all ranks.
     """
     if dist.get_rank() != 0:
-        send_arrays(arrays, dst=0, group=group)
+        send_buffer(pack_arrays(arrays), dst=0, group=group)
         return None
 
     shares = [dict(arrays)]
     for source in range(1, dist.get_world_size()):
-        shares.append(receive_arrays(src=source, group=group))
+        shares.append(unpack_arrays(receive_buffer(src=source, group=group)))
     return shares
 
 
@@ -145,15 +191,14 @@ def gather_json(value: Any, *, group: dist.ProcessGroup) -> list[Any] | None:
     return [json.loads(share["json"].tobytes()) for share in shares]
 
 
-def _tensor(data: bytes) -> torch.Tensor:
-    """uint8 [bytes], a copy of the data, because torch has no read-only tensors."""
-    if not data:  # frombuffer rejects an empty buffer
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _tensor(buffer: np.ndarray) -> torch.Tensor:
+    """uint8 [bytes], the memory of the buffer, or a copy of a read-only one, which torch lacks."""
+    return torch.from_numpy(buffer if buffer.flags.writeable else buffer.copy())
 
 
 def all_gather_by_index(
-    values: Mapping[int, float],
+    index: np.ndarray,
+    values: np.ndarray,
     size: int,
     *,
     group: dist.ProcessGroup,
@@ -163,17 +208,16 @@ def all_gather_by_index(
     The values are gathered, not added, so every bit is kept.
 
     Args:
-        values: index -> value of this rank. Ranks of one replica may set the same index.
+        index: int64 [m], of this rank's values. Ranks of one replica may set the same index.
+        values: float64 [m].
         size: length n of the vector.
         group: gloo group.
 
     Returns:
         float64 [n], the same on every rank; NaN where no rank has a value.
     """
-    index = torch.tensor(list(values), dtype=torch.int64)
-    numbers = torch.tensor(list(values.values()), dtype=torch.float64)
     local = torch.zeros(2, size, dtype=torch.float64)  # the values, and whether each one is set
-    local[0, index] = numbers
+    local[0, index] = torch.from_numpy(values)
     local[1, index] = 1
 
     shares = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]

@@ -4,19 +4,21 @@ The critic is a MegatronPolicy whose model returns values instead of log-probs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pacs_megatron.config.schema import OptimizerOptions
 from pacs_megatron.contracts import MiniBatch, Prepared, SampleFacts, UpdateReport
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.objectives.shared.base import Objective
-from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.policy.engine import MegatronPolicy, on_host
 
-ByRow = dict[int, np.ndarray]
-"""row of a mini-batch's facts -> [response], of this rank's samples"""
+BySample = list[np.ndarray]
+"""[response] each, of this rank's samples in the order of `tokens.index`"""
 
 _FLOOR = 1e-8
 """Added to a variance before a division, or the smallest variance that counts as positive"""
@@ -84,21 +86,21 @@ class Critic(MegatronPolicy):
         Raises:
             NonFiniteError: on all ranks, if a value is not finite.
         """
-        advantages: list[ByRow] = []
-        returns: list[ByRow] = []
+        advantages: list[BySample] = []
+        returns: list[BySample] = []
         for minibatch in minibatches:
             advantage, later = _estimate(minibatch, objective)
             advantages.append(advantage)
             returns.append(later)
 
         def of_samples(
-            values: list[ByRow],
+            values: list[BySample],
             reduce: Callable[[np.ndarray], float],
         ) -> np.ndarray:
             """float64 [n], `reduce` of each sample's values. Collective."""
-            reduced: list[dict[int, float]] = []
-            for by_row in values:
-                reduced.append({row: float(reduce(array)) for row, array in by_row.items()})
+            reduced = []
+            for arrays in values:
+                reduced.append([float(reduce(array)) for array in arrays])
             return self._by_sample(facts, minibatches, reduced)
 
         count = int(facts.response_lens.sum())
@@ -109,23 +111,28 @@ class Critic(MegatronPolicy):
             raise NonFiniteError("a value of the critic is not finite; no weight was changed")
 
         deviation = math.sqrt(variance + _FLOOR)
-        whitened: list[ByRow] = []
-        for by_row in advantages:
-            whitened.append({row: (array - mean) / deviation for row, array in by_row.items()})
+        whitened: list[BySample] = []
+        for arrays in advantages:
+            whitened.append([(array - mean) / deviation for array in arrays])
         sizes = of_samples(whitened, lambda array: np.abs(array).mean())
 
         completed = []
         for minibatch, advantage, later in zip(minibatches, whitened, returns, strict=True):
             estimates = {
-                "advantage": _float32(advantage),
-                "return": _float32(later),
+                "advantage": self._column(advantage),
+                "return": self._column(later),
                 **minibatch.estimates,
             }
             completed.append(replace(minibatch, estimates=estimates))
         return replace(facts, advantage_abs=sizes), completed
 
+    def _column(self, by_sample: BySample) -> Tensor:
+        """A response column of `MiniBatch`, on the device."""
+        values = np.concatenate([np.empty(0), *by_sample]).astype(np.float32)
+        return torch.from_numpy(values).to(self.rank.device)
 
-def _estimate(minibatch: MiniBatch, objective: Objective) -> tuple[ByRow, ByRow]:
+
+def _estimate(minibatch: MiniBatch, objective: Objective) -> tuple[BySample, BySample]:
     """Advantages and returns of this rank's samples of a mini-batch, before whitening.
 
     Args:
@@ -136,30 +143,14 @@ def _estimate(minibatch: MiniBatch, objective: Objective) -> tuple[ByRow, ByRow]
         Advantages, float64.
         Returns, float64.
     """
-    values = minibatch.estimates["value"]
-    rewards = [float(minibatch.facts.rewards[row]) for row in values]
-    advantages, returns = objective.estimate(
-        rewards,
-        list(values.values()),
-        _in_order(values, minibatch.step_start_logprobs),
-        _in_order(values, minibatch.reference_logprobs),
+    values = on_host(minibatch, minibatch.estimates["value"])
+    rewards = minibatch.facts.rewards[minibatch.tokens.index[: len(values)]]
+    return objective.estimate(
+        rewards.tolist(),
+        values,
+        on_host(minibatch, minibatch.step_start_logprobs),
+        on_host(minibatch, minibatch.reference_logprobs),
     )
-    return (
-        dict(zip(values, advantages, strict=True)),
-        dict(zip(values, returns, strict=True)),
-    )
-
-
-def _in_order(rows: Iterable[int], by_row: ByRow | None) -> list[np.ndarray]:
-    """The arrays of `rows`; none if the objective does not declare this pass."""
-    if not by_row:
-        return []
-    return [by_row[row] for row in rows]
-
-
-def _float32(by_row: Mapping[int, np.ndarray]) -> ByRow:
-    """The arrays in the type of `MiniBatch.estimates`."""
-    return {row: values.astype(np.float32) for row, values in by_row.items()}
 
 
 def critic_optimizer(options: OptimizerOptions, lr: float) -> OptimizerOptions:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from pacs_megatron.batching.split import (
     plan_microbatches,
     split_groups_only,
 )
+from pacs_megatron.batching.tables import ranges
 from pacs_megatron.config.schema import (
     OffloadKind,
     OptimizerOptions,
@@ -33,7 +34,7 @@ from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.flops import PassedTokens
 from pacs_megatron.objectives.pacs import Pacs
-from pacs_megatron.objectives.shared.base import Objective
+from pacs_megatron.objectives.shared.base import Objective, StepInputs
 from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
@@ -41,9 +42,9 @@ from pacs_megatron.policy import precision, schedule, weights
 from pacs_megatron.policy.microbatch import (
     MAX_MISMATCH_LOG_RATIO,
     MicroBatch,
+    MicroBatches,
     SampleStatistics,
     UpdateLoss,
-    build_microbatch,
     build_record,
     coupled,
 )
@@ -60,6 +61,7 @@ from pacs_megatron.policy.routing import Routes, Routing
 from pacs_megatron.policy.stoppable import StoppablePass, StopTest
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Span = Callable[[str], contextlib.AbstractContextManager[None]]
 """Opens a span with a name, such as `Timer.span`"""
 
@@ -231,7 +233,7 @@ class MegatronPolicy:
         if reset_optimizer:
             self.optimizer.reset_moments()
 
-    def _batches(self, minibatch: MiniBatch, *, with_tables: bool = False) -> list[MicroBatch]:
+    def _batches(self, minibatch: MiniBatch, *, with_tables: bool = False) -> MicroBatches:
         """This rank's micro-batches of the plan.
 
         Args:
@@ -239,26 +241,13 @@ class MegatronPolicy:
             with_tables: whether micro-batches of whole groups get a table, for coefficients that
                 depend on the forward.
         """
-        together = minibatch.plan.together
-        batches = []
-        for rows in minibatch.plan.by_dp_rank[self.rank.dp]:
-            with_table = with_tables and bool(together[rows].all())
-            batches.append(self._batch(minibatch, rows, with_table=with_table))
-        return batches
-
-    def _batch(
-        self,
-        minibatch: MiniBatch,
-        rows: np.ndarray,
-        *,
-        with_table: bool = False,
-    ) -> MicroBatch:
-        return build_microbatch(
+        return MicroBatches(
             minibatch,
-            rows,
+            minibatch.plan.by_dp_rank[self.rank.dp],
             multiple=self._multiple,
             device=self.rank.device,
-            with_table=with_table,
+            with_tables=with_tables,
+            num_uses=len(self.chunks),
         )
 
     def _routing(self, routes: Routes | None) -> Routing | None:
@@ -271,16 +260,22 @@ class MegatronPolicy:
         self,
         minibatch: MiniBatch,
         should_stop: StopTest | None,
+        read: Callable[[MicroBatch, Tensor, Tensor], T],
         routing: Routing | None = None,
         *,
         want_entropy: bool = False,
-    ) -> tuple[list[MicroBatch], list[tuple[Tensor, Tensor]]]:
+    ) -> list[T]:
         """A forward-only pass.
 
+        Args:
+            minibatch: with a plan and this rank's tokens.
+            should_stop: polled at each micro-batch on every rank; None: never.
+            read: see `schedule.forward`.
+            routing: of a model with experts; None: the routers select experts.
+            want_entropy: whether to compute the entropies.
+
         Returns:
-            This rank's micro-batches.
-            Their log-probs and entropies of `schedule.forward`, on the last pipeline stage; []
-            elsewhere.
+            The result of `read` for each micro-batch on the last pipeline stage; [] elsewhere.
         """
         _add_tokens(self.forward_tokens, minibatch)
         batches = self._batches(minibatch)
@@ -288,24 +283,23 @@ class MegatronPolicy:
         if should_stop is not None:
             stoppable = StoppablePass(
                 batches=batches,
-                padding=self._batch(minibatch, np.empty(0, dtype=np.int64)),
+                padding=batches.build(np.empty(0, dtype=np.int64)),
                 should_stop=should_stop,
                 num_polls=min(len(of_rank) for of_rank in minibatch.plan.by_dp_rank),
                 # One more than pp, so that data-parallel replicas do not wait for each other.
                 lag=self.rank.layout.pp + 1,
                 group=self.rank.control,
             )
-        results = schedule.forward(
-            self.chunks, batches, stoppable, routing, want_entropy=want_entropy
+        return schedule.forward(
+            self.chunks, batches, read, stoppable, routing, want_entropy=want_entropy
         )
-        return batches, results
 
     def logprobs(
         self,
         minibatch: MiniBatch,
         source: LogprobSource,
         should_stop: StopTest | None = None,
-    ) -> dict[int, np.ndarray]:
+    ) -> Tensor:
         """log pi of this rank's samples.
 
         Args:
@@ -314,7 +308,8 @@ class MegatronPolicy:
             should_stop: polled at each micro-batch on every rank; None: never.
 
         Returns:
-            Row -> float32 [response], nats, on the last pipeline stage; empty elsewhere.
+            fp32 [sum of response lens], nats, a response column of the mini-batch (`MiniBatch`), on
+            the device; NaN for samples outside the plan. [0] on other stages than the last one.
 
         Raises:
             Interrupted: on all ranks, after a stop request on one.
@@ -330,24 +325,44 @@ class MegatronPolicy:
         replayed = minibatch.routes if source == "step_start" else None
         routing = None if source == "reference" else self._routing(replayed)
         want_entropy = self.measures_entropy and source == "step_start"
+
+        def read(
+            batch: MicroBatch, logprobs: Tensor, entropies: Tensor
+        ) -> tuple[np.ndarray, Tensor, Tensor]:
+            return batch.rows, batch.gather(logprobs), entropies
+
         with weights_of_source:
-            batches, results = self._forward(
-                minibatch, should_stop, routing, want_entropy=want_entropy
+            results = self._forward(
+                minibatch, should_stop, read, routing, want_entropy=want_entropy
             )
         if routing is not None:
             self.routes = replayed or routing.recorded()
         if want_entropy:
-            self.step_start_entropy = self._sum_entropies([entropies for _, entropies in results])
+            self.step_start_entropy = self._sum_entropies([result[2] for result in results])
+        return self._response_column(minibatch, [result[:2] for result in results])
 
-        logprobs_of_row: dict[int, np.ndarray] = {}
-        # Other stages than the last one have no results.
-        for batch, (logprobs, _) in zip(batches, results, strict=False):
-            ends = np.cumsum(batch.response_lens)
-            pieces = np.split(batch.gather(logprobs).cpu().numpy(), ends[:-1])
-            # A padding micro-batch has no rows, but np.split returns one empty piece.
-            for row, piece in zip(batch.rows, pieces, strict=False):
-                logprobs_of_row[int(row)] = piece
-        return logprobs_of_row
+    def _response_column(
+        self, minibatch: MiniBatch, results: Sequence[tuple[np.ndarray, Tensor]]
+    ) -> Tensor:
+        """The values of all micro-batches as a response column of the mini-batch.
+
+        Args:
+            minibatch: with this rank's tokens.
+            results: rows int64 [samples], and values [k], of each micro-batch on the last pipeline
+                stage; [] elsewhere.
+        """
+        if not results:
+            return torch.empty(0, device=self.rank.device)
+
+        tokens = minibatch.tokens
+        rows = np.concatenate([of_batch for of_batch, _ in results])
+        values = torch.cat([of_batch for _, of_batch in results])
+        starts = np.zeros(minibatch.facts.num_samples, dtype=np.int64)
+        starts[tokens.index] = tokens.response_offsets[:-1]
+        places = ranges(starts[rows], minibatch.facts.response_lens[rows])
+
+        column = values.new_full((int(tokens.response_offsets[-1]),), math.nan)
+        return column.index_copy(0, torch.from_numpy(places).to(column.device), values)
 
     def _sum_entropies(self, entropies: Sequence[Tensor]) -> tuple[float, float]:
         """(sum in nats, number of tokens) over all ranks. Collective.
@@ -357,7 +372,7 @@ class MegatronPolicy:
         """
         reports = []
         for values in entropies:
-            num_tokens = torch.tensor(float(values.numel()))
+            num_tokens = values.new_tensor(float(values.numel()))
             reports.append({"sum/entropy": values.double().sum(), "sum/tokens": num_tokens})
         sums = self._sum_reports(reports)
         return sums["sum/entropy"], sums["sum/tokens"]
@@ -401,12 +416,13 @@ class MegatronPolicy:
         self.num_passes["score"] += 1
         statistics = SampleStatistics(names=names)
         routing = self._routing(minibatch.routes)
+
+        def read(batch: MicroBatch, logprobs: Tensor, _entropies: Tensor) -> None:
+            record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
+            statistics.add(batch, record, objective)
+
         with torch.no_grad():
-            batches, results = self._forward(minibatch, should_stop, routing)
-            # Other stages than the last one have no results.
-            for batch, (logprobs, _) in zip(batches, results, strict=False):
-                record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
-                statistics.add(batch, record, objective)
+            self._forward(minibatch, should_stop, read, routing)
 
         self.routes = minibatch.routes
         if not self.routes:
@@ -475,8 +491,9 @@ class MegatronPolicy:
         """
         gathered: dict[Statistic, Tensor] = {}
         for name in sorted(statistics.names):
+            rows_of_rank, values_of_rank = statistics.column(name)
             values = all_gather_by_index(
-                statistics.by_row(name), facts.num_samples, group=self.rank.control
+                rows_of_rank, values_of_rank, facts.num_samples, group=self.rank.control
             )
             is_bad = ~torch.isfinite(values[rows])
             if is_bad.any():
@@ -504,48 +521,48 @@ class MegatronPolicy:
         Returns:
             The facts with `kl_to_reference`, the same bits on every rank.
         """
-        kls: list[dict[int, float]] = []
+        kls = []
         for minibatch in minibatches:
-            starts = minibatch.step_start_logprobs
-            references = minibatch.reference_logprobs
-            assert starts is not None and references is not None, (
-                "the objective declares both passes"
-            )
-            kl_of_row = {}
-            for row, start in starts.items():
-                kl_of_row[row] = objective.sample_kl(start, references[row])
-            kls.append(kl_of_row)
+            starts = on_host(minibatch, minibatch.step_start_logprobs)
+            references = on_host(minibatch, minibatch.reference_logprobs)
+            pairs = zip(starts, references, strict=True)
+            kls.append([objective.sample_kl(start, reference) for start, reference in pairs])
         return replace(facts, kl_to_reference=self._by_sample(facts, minibatches, kls))
 
     def _by_sample(
         self,
         facts: SampleFacts,
         minibatches: Sequence[MiniBatch],
-        values: Sequence[dict[int, float]],
+        values: Sequence[Sequence[float]],
     ) -> np.ndarray:
         """The values of all ranks in the order of the step. Collective.
 
         Args:
             facts: of the step, n samples.
             minibatches: of the step.
-            values: row -> value of this rank's samples, for each mini-batch.
+            values: of this rank's samples in the order of `tokens.index`, for each mini-batch; none
+                on a rank that does not have them.
 
         Returns:
             float64 [n], in the order of `facts`, the same bits on every rank.
         """
-        value_of_id: dict[str, float] = {}
-        for minibatch, value_of_row in zip(minibatches, values, strict=True):
+        by_sample = np.full(facts.num_samples, math.nan)
+        for minibatch, of_rank in zip(minibatches, values, strict=True):
+            index = minibatch.tokens.index[: len(of_rank)]
             gathered = all_gather_by_index(
-                value_of_row, minibatch.facts.num_samples, group=self.rank.control
+                index,
+                np.array(of_rank, dtype=np.float64),
+                minibatch.facts.num_samples,
+                group=self.rank.control,
             )
-            value_of_id.update(zip(minibatch.facts.ids, gathered.tolist(), strict=True))
-        return np.array([value_of_id[sample_id] for sample_id in facts.ids])
+            by_sample[minibatch.rows] = gathered.numpy()
+        return by_sample
 
     def update(
         self,
         minibatch: MiniBatch,
         objective: Objective,
-        step_inputs: Any,
+        step_inputs: StepInputs,
         should_stop: StopTest | None = None,
     ) -> UpdateReport:
         """Runs one optimizer update on the whole mini-batch.
@@ -556,7 +573,7 @@ class MegatronPolicy:
         Args:
             minibatch: with its plan, this rank's tokens and the declared log-probs.
             objective: of the update.
-            step_inputs: of `Objective.prepare_step`.
+            step_inputs: the mini-batch's rows of the columns of `Objective.prepare_step`.
             should_stop: polled during the score pass; None: never.
 
         Raises:
@@ -735,11 +752,12 @@ class MegatronPolicy:
         totals = torch.zeros(len(names), dtype=torch.float64)
         largest = torch.zeros(len(names), dtype=torch.float64)
         # All tensor-parallel ranks have the same reports.
-        counted = reports if self.rank.tp == 0 else []
-        for report in counted:
-            values = torch.tensor([float(report[name]) for name in names], dtype=torch.float64)
-            totals += values
-            largest = torch.maximum(largest, values)
+        if names and reports and self.rank.tp == 0:
+            columns = [torch.stack([report[name].double() for name in names]) for report in reports]
+            # One copy to the host for all micro-batches; added in their order.
+            for values in torch.stack(columns).cpu():
+                totals += values
+                largest = torch.maximum(largest, values)
         dist.all_reduce(totals, group=self.rank.control)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.rank.control)
 
@@ -764,6 +782,20 @@ def _mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str,
         "mismatch/kl": sums["sum/mismatch_kl"] / num_tokens,
         "mismatch/over_frac": sums["sum/mismatch_over"] / num_tokens,
     }
+
+
+def on_host(minibatch: MiniBatch, column: Tensor | None) -> list[np.ndarray]:
+    """The values of each sample in a response column of the mini-batch.
+
+    Copies the column to the host, for computations over a whole response.
+
+    Returns:
+        [response] each, in the order of `tokens.index`; none without the column, or on a rank that
+        does not have it.
+    """
+    if column is None:
+        return []
+    return minibatch.tokens.by_sample(column.cpu().numpy())
 
 
 def _no_span(_name: str) -> contextlib.AbstractContextManager[None]:
@@ -867,7 +899,7 @@ def _prepare_with_statistics(
     minibatch: MiniBatch,
     objective: Objective,
     statistics: Mapping[Statistic, Tensor],
-    step_inputs: Any,
+    step_inputs: StepInputs,
 ) -> Prepared:
     """Loss and metrics of the whole mini-batch, from its statistics [n], fp64 each."""
     log_ratios = None

@@ -1,8 +1,10 @@
 """Micro-batches: the input of a forward pass, the objective's record of it, an update's loss."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from pacs_megatron.batching.tables import ranges
 from pacs_megatron.contracts import MiniBatch, Prepared, TokenRecord
 from pacs_megatron.contracts.protocols import Statistic
 from pacs_megatron.objectives.shared.base import Objective
@@ -134,9 +137,98 @@ class MicroBatch:
         return full
 
 
+class MicroBatches(Sequence[MicroBatch]):
+    """The micro-batches of one rank's plan, each built when the schedule reaches it.
+
+    So a pass starts after its first micro-batch is built, and has few of them on the device.
+    """
+
+    def __init__(
+        self,
+        minibatch: MiniBatch,
+        rows_of_batch: Sequence[np.ndarray],
+        *,
+        multiple: int,
+        device: torch.device,
+        with_tables: bool,
+        num_uses: int,
+    ) -> None:
+        """Builds nothing.
+
+        Args:
+            minibatch: the mini-batch, with this rank's tokens and log-probs.
+            rows_of_batch: int64 [samples], rows of each micro-batch.
+            multiple: see `build_microbatch`.
+            device: of the micro-batches' tensors.
+            with_tables: whether micro-batches of whole groups get a table, for coefficients that
+                depend on the forward.
+            num_uses: how often each micro-batch is read: the number of model chunks. After the
+                last time it is freed.
+        """
+        self._minibatch = minibatch
+        self._rows_of_batch = rows_of_batch
+        self._multiple = multiple
+        self._device = device
+        self._with_tables = with_tables
+        self._num_uses = num_uses
+        self._uses: Counter[int] = Counter()
+        self._built: dict[int, MicroBatch] = {}
+        self._columns = _SampleColumns.of(minibatch, device)
+
+    def __len__(self) -> int:
+        return len(self._rows_of_batch)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for number in range(len(self)):
+            yield self[number]
+
+    def __getitem__(self, number: Any) -> Any:
+        batch = self._built.pop(number, None)
+        if batch is None:
+            rows = self._rows_of_batch[number]
+            together = self._minibatch.plan.together
+            with_table = self._with_tables and bool(together[rows].all())
+            batch = self.build(rows, with_table=with_table)
+
+        self._uses[number] += 1
+        if self._uses[number] < self._num_uses:
+            self._built[number] = batch
+        return batch
+
+    def build(self, rows: np.ndarray, *, with_table: bool = False) -> MicroBatch:
+        """The micro-batch of some rows; see `build_microbatch`."""
+        return build_microbatch(
+            self._minibatch,
+            rows,
+            self._columns,
+            multiple=self._multiple,
+            device=self._device,
+            with_table=with_table,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampleColumns:
+    """Columns of samples that all micro-batches of a mini-batch share."""
+
+    positions: np.ndarray
+    """int64 [n], position of each row in this rank's tokens; -1 for samples of other ranks"""
+    response_lens: Tensor
+    """int64 [n], on the device"""
+
+    @classmethod
+    def of(cls, minibatch: MiniBatch, device: torch.device) -> "_SampleColumns":
+        index = minibatch.tokens.index
+        positions = np.full(minibatch.facts.num_samples, -1, dtype=np.int64)
+        positions[index] = np.arange(len(index))
+        response_lens = torch.from_numpy(minibatch.facts.response_lens).to(device)
+        return cls(positions=positions, response_lens=response_lens)
+
+
 def build_microbatch(
     minibatch: MiniBatch,
     rows: np.ndarray,
+    columns: _SampleColumns,
     *,
     multiple: int,
     device: torch.device,
@@ -151,6 +243,7 @@ def build_microbatch(
     Args:
         minibatch: the mini-batch, with this rank's tokens and log-probs.
         rows: int64 [samples], rows of the samples in the mini-batch's facts, ascending.
+        columns: of the mini-batch.
         multiple: the number of input tokens of a rank is a multiple of this.
         device: of the micro-batch's tensors.
         with_table: whether the rows' coefficients depend on this forward; all coupled samples are
@@ -159,8 +252,7 @@ def build_microbatch(
     facts = minibatch.facts
     tokens = minibatch.tokens
     cp = parallel_state.get_context_parallel_world_size()
-    position_of_row = {int(row): position for position, row in enumerate(tokens.index)}
-    positions = [position_of_row[int(row)] for row in rows]
+    positions = columns.positions[rows].tolist()
 
     packed, bounds = _pack(minibatch, rows, positions, multiple=multiple, cp=cp)
     local = None
@@ -170,21 +262,20 @@ def build_microbatch(
     # One copy to the device for the four rows; each of the results is [1, t].
     input_ids, position_ids, labels, input_index = packed[:, None].to(device)
 
-    def by_token(by_row: Mapping[int, np.ndarray]) -> Tensor:
-        # Only the last pipeline stage has log-probs, and only it uses them.
-        return _concat([by_row[int(row)] for row in rows if int(row) in by_row]).to(device)
+    slices = [slice(*tokens.response_offsets[k : k + 2].tolist()) for k in positions]
 
-    sampler_logprobs = []
-    for position in positions:
-        start, stop = tokens.response_offsets[position : position + 2]
-        sampler_logprobs.append(tokens.sampler_logprobs[start:stop])
+    def select(column: Tensor) -> Tensor:
+        # Only the last pipeline stage has the values, and only it uses them.
+        if not len(column):
+            return column
+        return torch.cat([column[:0], *(column[part] for part in slices)])
 
     step_start_logprobs = None
     if minibatch.step_start_logprobs is not None:
-        step_start_logprobs = by_token(minibatch.step_start_logprobs)
+        step_start_logprobs = select(minibatch.step_start_logprobs)
     reference_logprobs = None
     if minibatch.reference_logprobs is not None:
-        reference_logprobs = by_token(minibatch.reference_logprobs)
+        reference_logprobs = select(minibatch.reference_logprobs)
 
     table = None
     if with_table:
@@ -201,12 +292,12 @@ def build_microbatch(
         packed=packed_params(bounds, device, padded=cp > 1),
         sample_of_token=torch.from_numpy(np.repeat(rows, response_lens)).to(device),
         response_lens=response_lens,
-        all_response_lens=torch.from_numpy(facts.response_lens).to(device),
+        all_response_lens=columns.response_lens,
         slots=torch.from_numpy(_slots(response_lens)).to(device),
-        sampler_logprobs=_concat(sampler_logprobs).to(device),
+        sampler_logprobs=_concat([tokens.sampler_logprobs[part] for part in slices]).to(device),
         step_start_logprobs=step_start_logprobs,
         reference_logprobs=reference_logprobs,
-        estimates={name: by_token(by_row) for name, by_row in minibatch.estimates.items()},
+        estimates={name: select(column) for name, column in minibatch.estimates.items()},
         row_index=torch.from_numpy(rows).to(device),
         table=table,
         local=local,
@@ -295,11 +386,8 @@ def _part_of_rank(packed: Tensor, bounds: Tensor, cp: int) -> tuple[Tensor, Tens
 
 def _slots(response_lens: np.ndarray) -> np.ndarray:
     """int64 [k], index of each response token in a flattened [samples, longest response]."""
-    ends = np.cumsum(response_lens)
-    packed_starts = ends - response_lens
     padded_starts = np.arange(len(response_lens)) * response_lens.max(initial=0)
-    shifts = np.repeat(padded_starts - packed_starts, response_lens)
-    return shifts + np.arange(response_lens.sum())
+    return ranges(padded_starts, response_lens)
 
 
 def _concat(pieces: list[np.ndarray]) -> Tensor:
@@ -383,7 +471,7 @@ def build_record(
 
 @dataclass(slots=True, kw_only=True)
 class SampleStatistics:
-    """Statistics of the samples of a pass; they stay on the device until `by_row` reads them."""
+    """Statistics of the samples of a pass; they stay on the device until `column` reads them."""
 
     names: Collection[Statistic]
     """the statistics to compute"""
@@ -412,13 +500,18 @@ class SampleStatistics:
         self.by_batch.append((batch.rows, values))
         return values
 
-    def by_row(self, name: Statistic) -> dict[int, float]:
-        """Row -> value, of this rank's samples. Synchronises with the device."""
-        value_of_row: dict[int, float] = {}
-        for rows, values in self.by_batch:
-            for row, value in zip(rows, values[name].tolist(), strict=True):
-                value_of_row[int(row)] = value
-        return value_of_row
+    def column(self, name: Statistic) -> tuple[np.ndarray, np.ndarray]:
+        """The values of this rank's samples. Synchronises with the device once.
+
+        Returns:
+            int64 [m], rows of the samples in the mini-batch's facts.
+            float64 [m], the value of each.
+        """
+        if not self.by_batch:
+            return np.empty(0, dtype=np.int64), np.empty(0)
+        rows = np.concatenate([rows for rows, _ in self.by_batch])
+        values = torch.cat([values[name] for _, values in self.by_batch])
+        return rows, values.cpu().numpy()
 
 
 def coupled(

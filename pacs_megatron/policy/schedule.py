@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -14,6 +14,8 @@ from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss
 from pacs_megatron.policy.model import unwrap
 from pacs_megatron.policy.routing import Routing
 from pacs_megatron.policy.stoppable import StoppablePass
+
+T = TypeVar("T")
 
 
 def run_schedule(
@@ -88,25 +90,26 @@ def run_schedule(
 def forward(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
+    read: Callable[[MicroBatch, Tensor, Tensor], T],
     stoppable: StoppablePass | None = None,
     routing: Routing | None = None,
     *,
     want_entropy: bool = False,
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[T]:
     """Log-probs and entropies of every micro-batch, without gradient. Collective.
 
     Args:
         chunks: this rank's model chunks.
         batches: this rank's micro-batches.
+        read: called on the last pipeline stage with each micro-batch, its log-probs ([local], fp32,
+            nats) and its entropies (the same; [0] unless `want_entropy`).
         stoppable: the same micro-batches, as a pass that a stop request ends; None: stop requests
             do not end the pass.
         routing: of a model with experts; None: the routers select experts.
         want_entropy: whether to compute the entropies.
 
     Returns:
-        For each micro-batch on the last pipeline stage; [] elsewhere:
-        [local], fp32, log-probs, nats.
-        [local], fp32, entropies, nats; [0] unless `want_entropy`.
+        The result of `read` for each micro-batch on the last pipeline stage; [] elsewhere.
 
     Raises:
         Interrupted: on every rank, after a stop request on any rank during `stoppable`.
@@ -118,14 +121,14 @@ def forward(
         else:
             iterators.append(stoppable.iterate(polls=chunk == 0))
 
-    def keep_output(_batch: MicroBatch, output: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def read_output(batch: MicroBatch, output: Any) -> tuple[Tensor, T]:
         logprobs, entropies = output
         # Megatron reads the device of the loss when the model has experts; its value is not used.
-        return logprobs.sum(), (logprobs, entropies)
+        return logprobs.sum(), read(batch, logprobs, entropies)
 
     _set_want_entropy(chunks, want_entropy)
     with torch.no_grad(), unchanged_fp8_state(chunks):
-        results = run_schedule(chunks, iterators, len(batches), keep_output, routing=routing)
+        results = run_schedule(chunks, iterators, len(batches), read_output, routing=routing)
     if stoppable is not None:
         stoppable.finish()
     return results

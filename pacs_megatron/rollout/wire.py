@@ -1,6 +1,7 @@
 """Framed messages between rank 0 and the driver: a JSON header and flat arrays. No pickled objects.
 
-Frame: int64 header bytes, int64 payload bytes, header, payload (`parallel.transfer`'s packing).
+Frame: int64 header bytes, int64 payload bytes, header, payload. The payload has the arrays one
+after the other, the header their layout (`parallel.transfer`).
 """
 
 import contextlib
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.errors import RolloutError
-from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
+from pacs_megatron.parallel.transfer import layout_of, padded_bytes, views
 
 _PREFIX = struct.Struct("<qq")
 _CHUNK = 1 << 20
 _ON_WAIT_S = 1.0
+_LAYOUT = "layout"
+"""key of the arrays' layout in a header"""
 Arrays = Mapping[str, np.ndarray] | None
 OnWait = Callable[[], None] | None
 
@@ -44,13 +47,14 @@ class Connection:
 
         Raises RolloutError if the peer has ended.
         """
-        head = json.dumps(header).encode()
-        payload = pack_arrays(arrays) if arrays else b""
-        prefix = _PREFIX.pack(len(head), len(payload))
+        # Not joined, because the payload can be gigabytes.
+        parts = padded_bytes(arrays or {})
+        head = json.dumps({**header, _LAYOUT: layout_of(arrays or {})}).encode()
+        prefix = _PREFIX.pack(len(head), sum(len(part) for part in parts))
         with self._peer_errors():
-            # Not joined, because the payload can be gigabytes.
-            for data in (prefix + head, payload):
-                self._send_all(memoryview(data), on_wait)
+            self._send_all(memoryview(prefix + head), on_wait)
+            for part in parts:
+                self._send_all(part.data, on_wait)
 
     def poll(self, timeout_s: float) -> bool:
         """Whether data or the end of the stream arrives within `timeout_s`."""
@@ -61,10 +65,8 @@ class Connection:
         """The next message. Raises RolloutError if the peer has ended."""
         head_size, payload_size = _PREFIX.unpack(bytes(self._read(_PREFIX.size)))
         header = json.loads(bytes(self._read(head_size)))
-        arrays = {}
-        if payload_size:
-            arrays = unpack_arrays(bytes(self._read(payload_size)))
-        return header, arrays
+        payload = np.frombuffer(self._read(payload_size), np.uint8)
+        return header, views(payload, header.pop(_LAYOUT))
 
     def close(self) -> None:
         self._sock.close()

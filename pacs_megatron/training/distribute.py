@@ -11,7 +11,13 @@ from pacs_megatron.config.schema import BatchOptions
 from pacs_megatron.contracts import MiniBatch, SampleFacts, TokenBuffers
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.parallel.groups import Rank
-from pacs_megatron.parallel.transfer import broadcast_arrays, receive_arrays, send_arrays
+from pacs_megatron.parallel.transfer import (
+    broadcast_buffer,
+    pack_arrays,
+    receive_buffer,
+    send_buffer,
+    unpack_arrays,
+)
 
 
 def cut_step(
@@ -47,7 +53,12 @@ def cut_step(
         owners = plan.owners(selected.num_samples)
         share = _receive_share(tokens, rows, owners, rank)
         minibatch = MiniBatch(
-            facts=selected, tokens=share, plan=plan, index=index, routes=_routes_by_row(share)
+            facts=selected,
+            rows=rows,
+            tokens=share,
+            plan=plan,
+            index=index,
+            routes=_routes_by_row(share),
         )
         minibatches.append(minibatch)
     return minibatches
@@ -58,7 +69,8 @@ def _receive_share(
 ) -> TokenBuffers:
     """This rank's tokens of a mini-batch. Collective.
 
-    Rank 0 sends them to the first rank of each replica, which broadcasts to the replica.
+    Rank 0 sends them to the first rank of each replica, which broadcasts the same bytes to the
+    replica.
 
     Args:
         tokens: all samples of the step, on rank 0; None elsewhere.
@@ -66,21 +78,22 @@ def _receive_share(
         owners: int64 [n], the replica of each row.
         rank: this rank.
     """
-    arrays = None
+    buffer = None
     if rank.rank == 0:
         assert tokens is not None
         for replica, head in enumerate(rank.heads):
             members = np.flatnonzero(owners == replica)
             selected = tokens_to_arrays(select_tokens(tokens, rows[members], members))
+            packed = pack_arrays(selected)
             if head == 0:
-                arrays = selected
+                buffer = packed
             else:
-                send_arrays(selected, dst=head, group=rank.control)
+                send_buffer(packed, dst=head, group=rank.control)
     elif rank.is_head:
-        arrays = receive_arrays(src=0, group=rank.control)
+        buffer = receive_buffer(src=0, group=rank.control)
 
-    shared = broadcast_arrays(arrays, src=rank.model_parallel_ranks[0], group=rank.model_parallel)
-    return TokenBuffers(**shared)
+    shared = broadcast_buffer(buffer, src=rank.model_parallel_ranks[0], group=rank.model_parallel)
+    return TokenBuffers(**unpack_arrays(shared))
 
 
 def _routes_by_row(tokens: TokenBuffers) -> dict[int, np.ndarray] | None:

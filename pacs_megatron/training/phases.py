@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+import torch
 
 from pacs_megatron.contracts import Interrupted, MiniBatch, UpdateReport
 from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import passes_of
+from pacs_megatron.objectives.shared.base import StepInputs
 from pacs_megatron.observability.metrics import MetricSums
 from pacs_megatron.policy.critic import critic_report
 from pacs_megatron.rollout.collect import StepSamples
@@ -52,9 +53,7 @@ def logprobs(
     """The log-probs and values that the objective needs, for the updates of all epochs.
 
     Returns:
-        For each mini-batch, by source and row: float32 [response] of this rank's samples, nats
-        (values: units of the reward). Empty except on the last pipeline stage; `routes`, the
-        experts of the step-start pass, is on every stage.
+        For each mini-batch, see `Logprobs`.
         `policy/entropy_step_start`, with `logging.step_start_entropy`.
 
     Raises:
@@ -75,37 +74,43 @@ def _logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
     """The log-probs of one mini-batch; see `logprobs`."""
     updates = run.config.batch.updates_of(minibatch.index)
     sources = passes_of(run.objective, updates)
-    by_source: Logprobs = {}
+    found = Logprobs.of_samples(minibatch.tokens)
     for source in sorted(sources, reverse=True):
         model = run.models[-1] if source == "value" else run.policy
-        by_source[source] = model.logprobs(minibatch, source, run.stop.is_set)
+        found.columns[source] = model.logprobs(minibatch, source, run.stop.is_set)
 
     if "step_start" not in sources:
         if run.policy.measures_entropy:
             # Only for its entropies: an update with given log-probs skips no samples.
             run.policy.logprobs(minibatch, "step_start", run.stop.is_set)
-        return by_source
+        return found
 
     # Without the sampler's experts, the update replays those of the step-start pass.
-    if minibatch.routes is None and run.policy.routes is not None:
-        by_source["routes"] = run.policy.routes
-    return by_source
+    if minibatch.routes is None:
+        found.routes = run.policy.routes
+    return found
 
 
-def with_logprobs(minibatch: MiniBatch, by_source: Logprobs) -> MiniBatch:
+def with_logprobs(minibatch: MiniBatch, logprobs: Logprobs, device: torch.device) -> MiniBatch:
     """`minibatch` with its log-probs and values, and the experts of its `step_start` pass if it has
     none yet.
+
+    Args:
+        minibatch: with this rank's tokens.
+        logprobs: of at least this rank's samples.
+        device: of the columns.
     """
+    columns = logprobs.columns_of(minibatch.tokens, device)
     routes = minibatch.routes
     if routes is None:
-        routes = by_source.get("routes")
+        routes = logprobs.routes
     estimates = {}
-    if "value" in by_source:
-        estimates["value"] = by_source["value"]
+    if "value" in columns:
+        estimates["value"] = columns["value"]
     return replace(
         minibatch,
-        step_start_logprobs=by_source.get("step_start"),
-        reference_logprobs=by_source.get("reference"),
+        step_start_logprobs=columns.get("step_start"),
+        reference_logprobs=columns.get("reference"),
         routes=routes,
         estimates=estimates,
     )
@@ -128,15 +133,15 @@ def measure_noise(run: RunContext, minibatch: MiniBatch, step: int) -> dict[str,
 
 def step_inputs(
     run: RunContext, samples: StepSamples, minibatches: Sequence[MiniBatch]
-) -> tuple[list[MiniBatch], Any]:
+) -> tuple[list[MiniBatch], StepInputs]:
     """The mini-batches of all epochs, and what every update needs from all samples of the step.
 
     Returns:
         Mini-batches, epoch after epoch.
-        The objective's values of the step, such as advantages; None without a mini-batch.
+        The objective's columns of the step, such as advantages; none without a mini-batch.
     """
     if not minibatches:
-        return [], None
+        return [], {}
 
     facts = samples.facts
     if run.objective.kl_in_reward:
@@ -151,7 +156,9 @@ def step_inputs(
     return repeated, run.objective.prepare_step(facts)
 
 
-def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -> UpdateReport:
+def update(
+    run: RunContext, step: int, minibatch: MiniBatch, step_inputs: StepInputs
+) -> UpdateReport:
     """Runs one optimizer update of the policy and of the critic.
 
     The policy runs a score pass before it if the objective needs one. While the critic warms up,
@@ -161,7 +168,7 @@ def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -
         run: the run.
         step: number of the step, from 1.
         minibatch: with log-probs and, with a critic, values.
-        step_inputs: the objective's values of the step, from `step_inputs`.
+        step_inputs: the objective's columns of the step, from `step_inputs`.
 
     Returns:
         Metrics with their denominators, gradient norm and learning rate.
@@ -171,15 +178,16 @@ def update(run: RunContext, step: int, minibatch: MiniBatch, step_inputs: Any) -
         NonFiniteError: before any weight of that model changes.
     """
     options = run.config.objective
+    inputs = {name: values[minibatch.rows] for name, values in step_inputs.items()}
     with run.timer.span("update"):
         report = None
         if not isinstance(options, PpoOptions) or step > options.critic.warmup_steps:
-            report = run.policy.update(minibatch, run.objective, step_inputs, run.stop.is_set)
+            report = run.policy.update(minibatch, run.objective, inputs, run.stop.is_set)
         if run.critic is None:
             assert report is not None
             return report
 
         assert run.objective.critic is not None
         without_routes = replace(minibatch, routes=None)  # they are the policy's experts
-        critic_update = run.critic.update(without_routes, run.objective.critic, None)
+        critic_update = run.critic.update(without_routes, run.objective.critic, {})
         return critic_report(report, critic_update)

@@ -5,25 +5,88 @@ A checkpoint contains both.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
+import torch
 
+from pacs_megatron.batching.tables import flat, ranges
 from pacs_megatron.checkpoint.names import Position
 from pacs_megatron.checkpoint.run_checkpoint import Record
-from pacs_megatron.contracts import UpdateReport
-from pacs_megatron.contracts.protocols import LogprobSource
+from pacs_megatron.contracts import TokenBuffers, UpdateReport
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.observability.metrics import MetricSum, MetricSums
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import gather_arrays
 from pacs_megatron.training.breaker import idle_reason
 
-Source = LogprobSource | Literal["routes"]
-Logprobs = dict[Source, dict[int, np.ndarray]]
-"""Source -> row of the mini-batch's SampleFacts -> float32 [response], nats; `routes`: experts, see
-policy/routing.py
-"""
+_ROUTES = "routes"
+"""source of the experts in a record"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Logprobs:
+    """Results of the passes over one mini-batch before its first update."""
+
+    index: np.ndarray
+    """int64 [m], ascending, rows of the samples in the mini-batch's SampleFacts: this rank's, or
+    all after a resume
+    """
+    offsets: np.ndarray
+    """int64 [m + 1], of the samples in a column"""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """`step_start`, `reference`: float32 [sum of response lens], nats; `value`: in units of the
+    reward. [0] except on the last pipeline stage
+    """
+    routes: dict[int, np.ndarray] | None = None
+    """row -> experts of the step-start pass (policy/routing.py), on every stage; None: not to be
+    replayed
+    """
+
+    @classmethod
+    def of_samples(cls, tokens: TokenBuffers) -> "Logprobs":
+        """The results of no pass yet, for this rank's samples."""
+        return cls(index=tokens.index, offsets=tokens.response_offsets)
+
+    def columns_of(self, tokens: TokenBuffers, device: torch.device) -> dict[str, torch.Tensor]:
+        """The columns of this rank's samples, as `MiniBatch` has them, on the device."""
+        if np.array_equal(self.index, tokens.index):
+            return {name: column.to(device) for name, column in self.columns.items()}
+
+        # After a resume, which may have another layout.
+        positions = np.searchsorted(self.index, tokens.index)
+        lens = np.diff(tokens.response_offsets)
+        places = torch.from_numpy(ranges(self.offsets[positions], lens))
+        return {name: column[places].to(device) for name, column in self.columns.items()}
+
+    def by_row(self) -> dict[tuple[str, int], np.ndarray]:
+        """(source, row) -> the values of a sample; experts have the source `routes`."""
+        arrays: dict[tuple[str, int], np.ndarray] = {}
+        for name, column in self.columns.items():
+            if not len(column):
+                continue
+            pieces = np.split(column.cpu().numpy(), self.offsets[1:-1])
+            for row, values in zip(self.index.tolist(), pieces, strict=True):
+                arrays[name, row] = values
+        for row, experts in (self.routes or {}).items():
+            arrays[_ROUTES, row] = experts
+        return arrays
+
+    @classmethod
+    def from_rows(cls, arrays: Mapping[tuple[str, int], np.ndarray]) -> "Logprobs":
+        """Inverse of `by_row`; the columns are on the host."""
+        rows_of: dict[str, dict[int, np.ndarray]] = {}
+        for (name, row), values in arrays.items():
+            rows_of.setdefault(name, {})[row] = values
+
+        routes = rows_of.pop(_ROUTES, None)
+        found = cls(index=np.empty(0, np.int64), offsets=np.zeros(1, np.int64), routes=routes)
+        for name, values_of in rows_of.items():
+            rows = sorted(values_of)
+            column, found.offsets = flat([values_of[row] for row in rows], np.float32)
+            found.index = np.array(rows, dtype=np.int64)
+            found.columns[name] = torch.from_numpy(column)
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,11 +165,11 @@ class OpenStep:
                     "step_*_plus_* to repeat the step"
                 )
 
-        logprobs: list[Logprobs] = [{} for _ in range(header["minibatches"])]
+        by_row: list[dict[tuple[str, int], np.ndarray]] = [{} for _ in range(header["minibatches"])]
         for name, values in arrays.items():
             index, source, row = name.split(".")
-            by_row = logprobs[int(index)].setdefault(cast("Source", source), {})
-            by_row[int(row)] = values
+            by_row[int(index)][source, int(row)] = values
+        logprobs = [Logprobs.from_rows(of_minibatch) for of_minibatch in by_row]
 
         sums = MetricSums(
             sums={name: MetricSum(total, count) for name, (total, count) in header["sums"].items()},
@@ -145,10 +208,8 @@ def _own_arrays(logprobs: list[Logprobs], rank: Rank) -> dict[str, np.ndarray]:
     # Routes are on every stage: each has those of its layers.
     is_sender = rank.rank == rank.model_parallel_ranks[-1]
     arrays: dict[str, np.ndarray] = {}
-    for index, by_source in enumerate(logprobs):
-        for source, by_row in by_source.items():
-            if not is_sender and source != "routes":
-                continue
-            for row, values in by_row.items():
+    for index, of_minibatch in enumerate(logprobs):
+        for (source, row), values in of_minibatch.by_row().items():
+            if is_sender or source == _ROUTES:
                 arrays[f"{index}.{source}.{row}"] = values
     return arrays

@@ -48,7 +48,8 @@ def train_step(run: RunContext, progress: RunProgress) -> dict[str, float | None
     if done.logprobs is None:
         done.logprobs, entropy = logprobs(run, minibatches)
         done.sums.add(entropy)  # where configured
-    minibatches = [with_logprobs(*pair) for pair in zip(minibatches, done.logprobs, strict=True)]
+    pairs = zip(minibatches, done.logprobs, strict=True)
+    minibatches = [with_logprobs(*pair, run.rank.device) for pair in pairs]
 
     # If admission dropped every group, there is no mini-batch: the step is counted but no weight
     # changes.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from pacs_megatron.contracts import MiniBatch, TokenRecord
+from pacs_megatron.contracts import MiniBatch, TokenBuffers, TokenRecord
 from pacs_megatron.objectives.ppo import Ppo, PpoOptions
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
 from tests.support.policies.objective_reference import make_facts, make_record
@@ -25,10 +25,6 @@ LENS = GOLDEN["lens"]
 FACTS = make_facts(GOLDEN["groups"], [1.0, 0.0] * 3, lens=LENS)
 
 
-def rows(name: str) -> dict[int, np.ndarray]:
-    return {row: values.numpy() for row, values in enumerate(TOKENS[name].split(LENS))}
-
-
 def record(logprobs: torch.Tensor, **estimates: Any) -> TokenRecord:
     tokens = {
         name: torch.as_tensor(values, dtype=torch.float64) for name, values in estimates.items()
@@ -36,34 +32,42 @@ def record(logprobs: torch.Tensor, **estimates: Any) -> TokenRecord:
     return make_record(logprobs, LENS, step_start_logprobs=TOKENS["old"], estimates=tokens)
 
 
-def test_advantages_are_whitened_and_returns_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advantages_are_whitened_and_returns_are_not() -> None:
     """verl's tensors have a reward at each token: the KL term gives them here."""
     from pacs_megatron.policy import critic
 
-    monkeypatch.setattr(critic, "_float32", dict)
     objective = Ppo(
         PpoOptions(name="ppo", kl_coef=1.0, kl_in="reward", kl_estimator="k1", **GOLDEN["options"])
     )
-    zeros = {row: np.zeros(length) for row, length in enumerate(LENS)}
+    offsets = np.cumsum([0, *LENS])
+    samples = np.arange(len(LENS))
+    tokens = TokenBuffers(
+        index=samples,
+        token_ids=np.zeros(offsets[-1], np.int32),
+        offsets=offsets,
+        sampler_logprobs=np.zeros(offsets[-1], np.float32),
+        response_offsets=offsets,
+    )
     minibatch = MiniBatch(
-        facts=FACTS.select(np.arange(len(LENS))),
-        tokens=cast("Any", None),
+        facts=FACTS.select(samples),
+        rows=samples,
+        tokens=tokens,
         plan=cast("Any", None),
-        step_start_logprobs={row: -reward for row, reward in rows("rewards").items()},
-        reference_logprobs=zeros,
-        estimates={"value": rows("values")},
+        step_start_logprobs=-TOKENS["rewards"],
+        reference_logprobs=torch.zeros_like(TOKENS["rewards"]),
+        estimates={"value": TOKENS["values"]},
     )
     minibatch.facts.rewards[:] = 0.0
     alone = SimpleNamespace(
-        _by_sample=lambda _facts, _parts, own: np.array([own[0][row] for row in range(len(LENS))])
+        _by_sample=lambda _facts, _parts, own: np.array(own[0]),
+        # Not rounded to float32.
+        _column=lambda by_sample: torch.from_numpy(np.concatenate(by_sample)),
     )
     facts, [found] = critic.Critic.with_estimates(
         cast("Any", alone), minibatch.facts, [minibatch], objective
     )
     for name, expected in (("advantage", GOLDEN["advantages"]), ("return", GOLDEN["returns"])):
-        np.testing.assert_allclose(
-            np.concatenate(list(found.estimates[name].values())), expected, rtol=1e-7, atol=1e-9
-        )
+        np.testing.assert_allclose(found.estimates[name].numpy(), expected, rtol=1e-7, atol=1e-9)
     pieces = torch.tensor(GOLDEN["advantages"]).split(LENS)
     np.testing.assert_allclose(
         facts.advantage_abs, [float(piece.abs().mean()) for piece in pieces], rtol=1e-5
@@ -83,7 +87,7 @@ def test_losses_and_gradients() -> None:
     ):
         leaf = tokens.clone().requires_grad_(True)
         one = record(leaf, **estimates)
-        prepared = own.prepare(None, FACTS, dict.fromkeys(FACTS.ids, 1.0))
+        prepared = own.prepare(None, FACTS, {"advantage": np.ones(len(LENS))})
         loss = own.token_loss(one, prepared).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert float(loss.detach()) == pytest.approx(GOLDEN[f"{name}_loss"], rel=1e-7)
@@ -113,6 +117,4 @@ def test_group_advantages(options: dict[str, Any], name: str) -> None:
     found = objective.prepare_step(
         make_facts(GOLDEN["groups"], [1.0, 0.0] * 3, lens=LENS, rewards=rewards)
     )
-    np.testing.assert_allclose(
-        [found[key] for key in FACTS.ids], GOLDEN["group_advantages"][name], rtol=1e-6
-    )
+    np.testing.assert_allclose(found["advantage"], GOLDEN["group_advantages"][name], rtol=1e-6)

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from tests.support.policies.policy_cases import make_part, make_policy, random_step, train
+from tests.support.policies.policy_cases import (
+    logprobs_by_row,
+    make_part,
+    make_policy,
+    random_step,
+    train,
+)
 from tests.support.tiny_families import make_family
 
 TOKENS = 200
@@ -123,7 +129,7 @@ def run_case(case: Case, model: Path, scratch: Path, world: int, **options: Any)
 
     policy = make_policy(model, world, tokens_per_microbatch=TOKENS, **options, **case.parallel)
     objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-    before = policy.logprobs(make_part(*STEPS[0], policy, TOKENS), "step_start")
+    before = logprobs_by_row(policy, make_part(*STEPS[0], policy, TOKENS))
     reports = train(policy, objective, STEPS[:2], tokens_per_microbatch=TOKENS)
     save(policy, scratch / "saved")
     reports += train(policy, objective, STEPS[2:], tokens_per_microbatch=TOKENS)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 T = TypeVar("T")
+StepInputs = Mapping[str, "np.ndarray"]
+"""Name -> float64 [n], a value of each sample that depends on the whole step"""
 
 
 class CommonOptions(Options):
@@ -157,12 +159,12 @@ class Objective:
         """
         raise ValueError(f"objective: {self.name} has no scores")
 
-    def known(self, facts: SampleFacts, step_inputs: Any) -> dict[str, Tensor]:
+    def known(self, facts: SampleFacts, step_inputs: StepInputs) -> dict[str, Tensor]:
         """Per-sample values of the whole mini-batch that no statistic changes: inputs of `couple`.
 
         Args:
             facts: of the whole mini-batch.
-            step_inputs: the result of `prepare_step`.
+            step_inputs: the columns of `prepare_step`, [n].
 
         Returns:
             Name -> [n], float64.
@@ -225,12 +227,22 @@ class Objective:
         """
         raise ValueError(f"objective: {self.name} has no critic")
 
-    def prepare_step(self, facts: SampleFacts) -> Any:
-        """Inputs of `prepare` from the whole rollout batch, computed once a step: advantages and
-        batch-wide norms.
-        """
+    def prepare_step(self, facts: SampleFacts) -> StepInputs:
+        """Columns of samples that depend on the whole rollout batch, such as advantages.
 
-    def prepare(self, scores: Tensor | None, facts: SampleFacts, step_inputs: Any) -> Prepared:
+        Computed once a step. A mini-batch gets its rows of them.
+
+        Args:
+            facts: of the step.
+
+        Returns:
+            Name -> float64 [samples of the step], in the order of `facts`.
+        """
+        return {}
+
+    def prepare(
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs
+    ) -> Prepared:
         """Coefficients, true loss and metrics of the whole mini-batch.
 
         Called before the update if no statistics are declared, else after its backward, for loss
@@ -239,7 +251,7 @@ class Objective:
         Args:
             scores: [n], float64, in the order of `facts`; None: not declared.
             facts: of the whole mini-batch.
-            step_inputs: the result of `prepare_step`.
+            step_inputs: the columns of `prepare_step`, [n].
         """
         raise NotImplementedError
 

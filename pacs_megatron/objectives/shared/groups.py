@@ -33,7 +33,8 @@ def build_table(
             internal error).
     """
     rows = np.arange(facts.num_samples) if rows is None else rows
-    order = rows[np.argsort(np.asarray(facts.ids)[rows], kind="stable")]
+    ids = np.asarray([facts.ids[row] for row in rows])
+    order = rows[np.argsort(ids, kind="stable")]
     numbers, group_of_sample, sizes = np.unique(
         facts.groups[order], return_inverse=True, return_counts=True
     )

@@ -29,7 +29,13 @@ from pydantic import Field, PositiveInt, model_validator
 from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
-from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions, at_tokens, required
+from pacs_megatron.objectives.shared.base import (
+    Objective,
+    ReferenceOptions,
+    StepInputs,
+    at_tokens,
+    required,
+)
 from pacs_megatron.objectives.shared.groups import FloatArray, IntArray, build_table, by_row
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.sample_table import SampleTable
@@ -252,8 +258,8 @@ class PolicyGradient(Objective):
         log_ratio = reference.astype(np.float64) - step_start
         return float(self._estimate_kl(torch.from_numpy(log_ratio)).sum())
 
-    def prepare_step(self, facts: SampleFacts) -> dict[str, float]:
-        """The advantage of each sample id, from the rewards of the whole rollout batch.
+    def prepare_step(self, facts: SampleFacts) -> StepInputs:
+        """`advantage` of each sample, from the rewards of the whole rollout batch.
 
         The bits do not depend on the order of the rows.
 
@@ -271,18 +277,13 @@ class PolicyGradient(Objective):
         _check_rewards(rewards, order, facts)
 
         advantages = self.advantages(torch.from_numpy(rewards), table)
-        return {
-            facts.ids[row]: advantage
-            for row, advantage in zip(order, advantages.tolist(), strict=True)
-        }
+        return {"advantage": by_row(advantages, table).numpy()}
 
-    def known(self, facts: SampleFacts, step_inputs: dict[str, float]) -> dict[str, Tensor]:
+    def known(self, facts: SampleFacts, step_inputs: StepInputs) -> dict[str, Tensor]:
         """Of each sample, float64 [n]: `advantage`; `token_weight` u_i; `num_tokens`, the tokens of
         all samples that the objective trains, 0 for the others; `importance_share`.
         """
-        advantage = torch.tensor(
-            [step_inputs[sample_id] for sample_id in facts.ids], dtype=torch.float64
-        )
+        advantage = torch.from_numpy(step_inputs["advantage"])
         has_gradient = advantage != 0.0
         token_weight = torch.from_numpy(self.token_weights(facts, advantage))
         is_trained = token_weight != 0.0
@@ -324,7 +325,7 @@ class PolicyGradient(Objective):
         return per_sample
 
     def prepare(
-        self, scores: Tensor | None, facts: SampleFacts, step_inputs: dict[str, float]
+        self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs
     ) -> Prepared:
         """Per sample, float64 [n]: see `known` and `couple`."""
         per_sample = self.known(facts, step_inputs)

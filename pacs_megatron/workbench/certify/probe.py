@@ -116,7 +116,7 @@ def _estimates(probe: Probe) -> Mapping[str, Tensor]:
 
 def _of_critic(critic: Objective, facts: SampleFacts, probe: Probe) -> dict[str, np.ndarray]:
     values = torch.from_numpy(probe.logprobs).requires_grad_()
-    prepared = critic.prepare(None, facts, None)
+    prepared = critic.prepare(None, facts, {})
     loss = critic.token_loss(_record(probe, values, None), prepared).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     return {"value_loss": np.array([float(loss.detach())]), "by_value": _derivative(values)}

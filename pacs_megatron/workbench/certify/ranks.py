@@ -25,7 +25,7 @@ from pacs_megatron.objectives.shared.base import CommonOptions
 from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.policy.critic import Critic
-from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.policy.engine import MegatronPolicy, on_host
 from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import saving
@@ -123,9 +123,12 @@ def _sample_arrays(
     minibatch: MiniBatch, recorded: Mapping[int, tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, Any]:
     """ "<kind> <sample id>" -> float32 [response] of this rank's samples."""
+    index = minibatch.tokens.index.tolist()
+    starts = on_host(minibatch, minibatch.step_start_logprobs)
+    references = on_host(minibatch, minibatch.reference_logprobs)
     by_kind: dict[str, Mapping[int, np.ndarray]] = {
-        "start": minibatch.step_start_logprobs or {},
-        "reference": minibatch.reference_logprobs or {},
+        "start": dict(zip(index, starts, strict=False)),
+        "reference": dict(zip(index, references, strict=False)),
         "update": {row: logprobs for row, (logprobs, _) in recorded.items()},
         "coefficient": {row: derivatives for row, (_, derivatives) in recorded.items()},
     }

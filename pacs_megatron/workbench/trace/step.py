@@ -269,6 +269,7 @@ class _TracedRank:
         own = np.flatnonzero(plan.owners(facts.num_samples) == self.rank.dp)
         return MiniBatch(
             facts=facts,
+            rows=np.arange(facts.num_samples),
             tokens=select_tokens(tokens, own, own),
             plan=plan,
             index=self.request.index,

@@ -11,7 +11,13 @@ import pytest
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
-from tests.support.policies.policy_cases import make_part, make_policy, random_step, train
+from tests.support.policies.policy_cases import (
+    logprobs_by_row,
+    make_part,
+    make_policy,
+    random_step,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_models import make_tiny_qwen3
@@ -37,9 +43,9 @@ def run(folder: Path, case: dict[str, Any], budget: int, dtype: str = "fp32") ->
     def on_rank(_rank: int, world: int) -> dict[str, Any]:
         policy = make_policy(folder, world, tokens_per_microbatch=budget, dtype=dtype, **options)
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-        before = policy.logprobs(make_part(*steps[0], policy, budget), "step_start")
+        before = logprobs_by_row(policy, make_part(*steps[0], policy, budget))
         reports = train(policy, objective, steps, tokens_per_microbatch=budget)
-        after = policy.logprobs(make_part(*steps[0], policy, budget), "step_start")
+        after = logprobs_by_row(policy, make_part(*steps[0], policy, budget))
         weights = (
             {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
             if dtype == "fp32"

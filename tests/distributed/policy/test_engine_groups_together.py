@@ -22,7 +22,13 @@ from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.policy import optimizer
 from tests.support.policies.plain_trainer import PlainTrainer, loss_of
-from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
+from tests.support.policies.policy_cases import (
+    by_row,
+    make_part,
+    make_policy,
+    random_step,
+    with_passes,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
 
@@ -296,8 +302,10 @@ def test_a_score_that_is_not_finite_raises_on_all_ranks_and_changes_no_weight(
         minibatch = with_passes(
             policy, objective, make_part(facts, tokens, policy, 96, keep_groups=True)
         )
-        if minibatch.reference_logprobs:
-            minibatch.reference_logprobs[5] = np.full_like(minibatch.reference_logprobs[5], -np.inf)
+        if 5 in by_row(minibatch, minibatch.reference_logprobs):
+            position = int(np.flatnonzero(minibatch.tokens.index == 5)[0])
+            start, stop = minibatch.tokens.response_offsets[position : position + 2]
+            minibatch.reference_logprobs[start:stop] = -torch.inf
         before = [p.detach().clone() for p in policy.optimizer.megatron.get_parameters()]
         with pytest.raises(
             NonFiniteError, match=r"score of sample .* is not finite; no weight was changed"

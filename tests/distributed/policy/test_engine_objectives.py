@@ -18,6 +18,7 @@ from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
 from tests.support.policies.plain_trainer import PlainTrainer, loss_of, pacs_loss
 from tests.support.policies.policy_cases import (
+    logprobs_by_row,
     make_part,
     make_policy,
     random_step,
@@ -133,8 +134,9 @@ def test_later_grpo_updates_use_the_clipped_ratio(tiny_qwen3: Path, layout: str)
                 for index, cut in enumerate(cuts)
             ]
             inputs = objective.prepare_step(facts)
-            for minibatch in minibatches:
-                report = policy.update(minibatch, objective, inputs)
+            for minibatch, rows in zip(minibatches, split_by_group(facts, 2), strict=True):
+                of_rows = {name: values[rows] for name, values in inputs.items()}
+                report = policy.update(minibatch, objective, of_rows)
                 numbers.append((report.metrics["objective/loss"], report.grad_norm))
                 clipped.append(report.metrics["grpo/clip_frac"])
         return numbers, weights_of(policy), clipped
@@ -260,9 +262,7 @@ def test_packed_and_padded_and_single_sequences_have_the_same_logprobs(tiny_qwen
         for factor in (0.0, 1e9):
             model._MAX_PADDING_FACTOR = factor
             for budget in (23, 64, 10_000):
-                found.append(
-                    policy.logprobs(make_part(facts, tokens, policy, budget), "step_start")
-                )
+                found.append(logprobs_by_row(policy, make_part(facts, tokens, policy, budget)))
         return found
 
     (found,) = run_ranks(on_rank, 1)
@@ -293,7 +293,7 @@ def test_bf16_follows_fp32_and_keeps_fp32_master_weights(tiny_qwen3: Path, layou
             assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         assert {p.dtype for p in masters_of(policy)} == {torch.float32}
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-        logprobs = policy.logprobs(make_part(*STEPS[0], policy, BUDGET), "step_start")
+        logprobs = logprobs_by_row(policy, make_part(*STEPS[0], policy, BUDGET))
         reports = train(policy, objective, STEPS, tokens_per_microbatch=BUDGET)
         small_moves_are_kept = any(
             not torch.equal(p, p.bfloat16().float()) for p in masters_of(policy)

@@ -4,6 +4,7 @@ number of training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
-from pacs_megatron.training.phases import with_logprobs
 from tests.support.policies.policy_cases import make_part, make_policy, random_step, with_passes
 from tests.support.ranks import run_ranks
 from tests.support.tiny_families import make_family
@@ -142,7 +142,7 @@ def test_experts_recorded_for_later_epochs_are_not_replayed_in_another_packing(
         objective = build_objective(OPTIONS["step_start"], updates_per_step=2)
         part = make_part(FACTS, TOKENS, policy, 96, keep_groups=True)
         starts = policy.logprobs(part, "step_start")
-        part = with_logprobs(part, {"step_start": starts, "routes": policy.routes})
+        part = replace(part, step_start_logprobs=starts, routes=policy.routes)
         return policy.score_noise(part, objective, np.flatnonzero(FACTS.groups % 6 == 0))
 
     results = run_ranks(on_rank, world)

@@ -19,6 +19,7 @@ from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.sft import SftOptions
 from tests.support.policies.policy_cases import (
+    logprobs_by_row,
     make_part,
     make_policy,
     random_step,
@@ -223,7 +224,7 @@ def test_resume_with_another_head(model: Path, tmp_path: Path) -> None:
 
     def last(policy: Any) -> Any:
         weights = {key: tensor.float().numpy().copy() for key, tensor in policy.export_weights()}
-        logprobs = policy.logprobs(make_part(*STEPS[2], policy), "step_start")
+        logprobs = logprobs_by_row(policy, make_part(*STEPS[2], policy))
         return weights, logprobs, train(policy, objective, STEPS[2:])[0].grad_norm
 
     def first(_rank: int, world: int) -> Any:

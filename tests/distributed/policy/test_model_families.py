@@ -14,7 +14,13 @@ import pytest
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.support.policies.plain_trainer import PlainTrainer, pacs_loss
-from tests.support.policies.policy_cases import make_part, make_policy, random_step, train
+from tests.support.policies.policy_cases import (
+    logprobs_by_row,
+    make_part,
+    make_policy,
+    random_step,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
 from tests.support.tiny_families import make_family
@@ -130,7 +136,7 @@ def test_three_updates_equal_transformers(expected_of: Any, name: str) -> None:
     def on_rank(rank: int, world: int) -> Any:
         policy = make_policy(expected.folder, world, tokens_per_microbatch=64, **options)
         objective = build_objective(PacsOptions(name="pacs"), updates_per_step=1)
-        before = policy.logprobs(make_part(*STEPS[0], policy, 64), "step_start")
+        before = logprobs_by_row(policy, make_part(*STEPS[0], policy, 64))
         reports = train(policy, objective, STEPS, tokens_per_microbatch=64)
         exported = {name: tensor.clone().numpy() for name, tensor in policy.export_weights()}
         numbers = [(r.metrics["objective/loss"], r.grad_norm) for r in reports]

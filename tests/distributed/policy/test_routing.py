@@ -17,14 +17,16 @@ from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.policy.routing import Routing
 from pacs_megatron.training.distribute import cut_step
-from pacs_megatron.training.phases import with_logprobs
-from pacs_megatron.training.progress import OpenStep
+from pacs_megatron.training.progress import Logprobs, OpenStep
 from pacs_megatron.workbench.certify.reference_adam import Adam
 from pacs_megatron.workbench.certify.reference_model import Model
 from tests.support.policies.objective_reference import reference_loss
 from tests.support.policies.policy_cases import (
     CLIP_GRAD,
     OPTIMIZER,
+    by_row,
+    column_of,
+    logprobs_by_row,
     make_part,
     make_policy,
     random_step,
@@ -150,14 +152,19 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
         minibatch = make_part(FACTS, TOKENS, policy, 64, index=1, keep_groups=True)
         assert len(minibatch.plan.by_dp_rank[policy.rank.dp]) > 1
         own = policy.logprobs(minibatch, "step_start")
-        step = OpenStep(updates=1, logprobs=[{"step_start": own, "routes": policy.routes}])
+        results = Logprobs.of_samples(minibatch.tokens)
+        results.columns["step_start"] = own
+        results.routes = policy.routes
+        step = OpenStep(updates=1, logprobs=[results])
         record = step.to_record(policy.rank, {})
         report = policy.update(
-            replace(minibatch, step_start_logprobs=starts, routes=routes), objective, None
+            replace(minibatch, step_start_logprobs=column_of(minibatch, starts), routes=routes),
+            objective,
+            None,
         )
         exported = {name: tensor.float().numpy().copy() for name, tensor in policy.export_weights()}
         restored = None if record is None else OpenStep.from_record(record, {}).logprobs
-        return own, report, exported, restored
+        return by_row(minibatch, own), report, exported, restored
 
     results = run_ranks(body, world)
     for own, report, exported, restored in results:
@@ -169,8 +176,8 @@ def test_routes_are_recorded_and_replayed(folder: Path, case: str) -> None:
                 value, weights[name], atol=0.01 * OPTIMIZER["lr"], err_msg=name
             )
         if restored is not None:  # the checkpoint of a step in progress has every rank's part
-            assert sorted(restored[0]["routes"]) == list(range(FACTS.num_samples))
-            for row, found in restored[0]["routes"].items():
+            assert sorted(restored[0].routes) == list(range(FACTS.num_samples))
+            for row, found in restored[0].routes.items():
                 own_sets = np.sort(own_routes[row], axis=-1)
                 np.testing.assert_array_equal(
                     np.sort(found.reshape(own_sets.shape), axis=-1), own_sets
@@ -202,7 +209,7 @@ def test_training_follows_the_experts_of_the_sampler(folder: Path, case: str) ->
             )
             own = tokens if policy.rank.rank == 0 else None
             [minibatch] = cut_step(FACTS, own, policy.rank, options, objective)
-            found.append(policy.logprobs(minibatch, "step_start"))
+            found.append(logprobs_by_row(policy, minibatch))
             assert policy.routes is minibatch.routes
         [minibatch] = cut_step(
             FACTS,
@@ -211,7 +218,7 @@ def test_training_follows_the_experts_of_the_sampler(folder: Path, case: str) ->
             options,
             objective,
         )
-        minibatch = with_logprobs(replace(minibatch, index=1), {"step_start": starts, "routes": {}})
+        minibatch = replace(minibatch, index=1, step_start_logprobs=column_of(minibatch, starts))
         report = policy.update(minibatch, objective, None)
         return (
             *found,

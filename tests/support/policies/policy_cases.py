@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.batching.tables import select_tokens
@@ -138,7 +140,33 @@ def make_part(
         keep_groups=keep_groups,
     )
     rows = np.flatnonzero(plan.owners(facts.num_samples) == policy.rank.dp)
-    return MiniBatch(facts=facts, tokens=select_tokens(tokens, rows, rows), plan=plan, index=index)
+    return MiniBatch(
+        facts=facts,
+        rows=np.arange(facts.num_samples),
+        tokens=select_tokens(tokens, rows, rows),
+        plan=plan,
+        index=index,
+    )
+
+
+def logprobs_by_row(
+    policy: Any, minibatch: MiniBatch, source: str = "step_start"
+) -> dict[int, np.ndarray]:
+    """Row -> log-probs of this rank's samples; empty except on the last pipeline stage."""
+    return by_row(minibatch, policy.logprobs(minibatch, source))
+
+
+def by_row(minibatch: MiniBatch, column: torch.Tensor) -> dict[int, np.ndarray]:
+    """Row -> values of this rank's samples in a response column."""
+    pieces = minibatch.tokens.by_sample(column.cpu().numpy())
+    return dict(zip(minibatch.tokens.index.tolist(), pieces, strict=False))
+
+
+def column_of(minibatch: MiniBatch, values: Mapping[int, np.ndarray]) -> torch.Tensor:
+    """The response column of this rank's samples; inverse of `by_row`."""
+    return torch.from_numpy(
+        np.concatenate([values[int(row)] for row in minibatch.tokens.index]).astype(np.float32)
+    )
 
 
 def with_passes(policy: Any, objective: Any, minibatch: MiniBatch) -> MiniBatch:

@@ -185,11 +185,11 @@ def test_kl_in_the_reward_needs_both_passes_at_every_update() -> None:
 def test_advantages_of_reinforce_pp_are_scaled_over_the_whole_rollout_batch() -> None:
     facts = random_batch(5).facts
     objective = build("reinforce_pp-baseline")
-    step = objective.prepare_step(facts)
+    step = objective.prepare_step(facts)["advantage"]
     rows = np.flatnonzero(facts.groups < 4)
-    minibatch = objective.prepare(None, facts.select(rows), step)
-    assert minibatch.per_sample["advantage"].tolist() == [step[facts.ids[row]] for row in rows]
-    weighted = np.repeat([step[sample_id] for sample_id in facts.ids], facts.response_lens)
+    minibatch = objective.prepare(None, facts.select(rows), {"advantage": step[rows]})
+    assert minibatch.per_sample["advantage"].tolist() == step[rows].tolist()
+    weighted = np.repeat(step, facts.response_lens)
     assert weighted.mean() == pytest.approx(0, abs=1e-12) and weighted.std() == pytest.approx(1)
 
 
@@ -198,17 +198,17 @@ def test_maxrl_and_dgpo_on_numbers_by_hand() -> None:
     labels = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     facts = make_facts([0] * 4 + [1] * 4 + [2] * 4, labels, lens=[2] * 4 + [3] * 4 + [1] * 4)
 
-    maxrl = build("maxrl").prepare_step(facts)
+    maxrl = build("maxrl").prepare_step(facts)["advantage"]
     expected = [3, -1, -1, -1, 0, 0, 0, 0, 1 / 3, 1 / 3, 1 / 3, -1]
-    assert [maxrl[one] for one in facts.ids] == pytest.approx(expected, rel=1e-5, abs=0)
+    assert maxrl.tolist() == pytest.approx(expected, rel=1e-5, abs=0)
 
     # 24 tokens, 12 of them in groups with both labels; softmax of (-1/4, -3/4) / 0.5.
     odds = np.exp([-0.5, -1.5])
     first, last = 2 * odds / odds.sum()
-    dgpo = build("dgpo").prepare_step(facts)
+    dgpo = build("dgpo").prepare_step(facts)["advantage"]
     expected = [2 * first, *[-2 / 3 * first] * 3, 0, 0, 0, 0, *[2 / 3 * last] * 3, -2 * last]
     expected = [2 * value for value in expected]
-    assert [dgpo[one] for one in facts.ids] == pytest.approx(expected, rel=1e-4, abs=0)
+    assert dgpo.tolist() == pytest.approx(expected, rel=1e-4, abs=0)
 
 
 def test_maxrl_rejects_a_negative_reward() -> None:

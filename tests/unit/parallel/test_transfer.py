@@ -17,8 +17,8 @@ from pacs_megatron.parallel.transfer import (
     broadcast_arrays,
     gather_arrays,
     pack_arrays,
-    receive_arrays,
-    send_arrays,
+    receive_buffer,
+    send_buffer,
     unpack_arrays,
 )
 from tests.support.ranks import run_ranks
@@ -61,8 +61,10 @@ def test_send_broadcast_gather_between_ranks() -> None:
     def on_rank(rank: int, world: int) -> Any:
         group = dist.group.WORLD
         if rank == 2:
-            send_arrays(example(7), dst=0, group=group)
-        sent = receive_arrays(src=2, group=group) if rank == 0 else example(7)
+            send_buffer(pack_arrays(example(7)), dst=0, group=group)
+        sent = example(7)
+        if rank == 0:
+            sent = unpack_arrays(receive_buffer(src=2, group=group))
         broadcast = broadcast_arrays(example(3) if rank == 1 else None, src=1, group=group)
         return sent, broadcast, gather_arrays(example(rank), group=group)
 
@@ -79,9 +81,7 @@ def test_gather_by_index_keeps_every_bit_and_marks_missing_rows() -> None:
 
     def on_rank(rank: int, _world: int) -> torch.Tensor:
         mine = np.array([0, 3, 1]) if rank == 0 else np.array([4, 1])
-        return all_gather_by_index(
-            dict(zip(mine, values[mine], strict=True)), 5, group=dist.group.WORLD
-        )
+        return all_gather_by_index(mine, values[mine], 5, group=dist.group.WORLD)
 
     for result in run_ranks(on_rank, 2):
         got = result.numpy()
@@ -92,6 +92,7 @@ def test_gather_by_index_keeps_every_bit_and_marks_missing_rows() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_gather_by_index_of_nothing(world: int) -> None:
     def on_rank(_rank: int, _world: int) -> int:
-        return len(all_gather_by_index({}, 0, group=dist.group.WORLD))
+        nothing = np.empty(0, np.int64)
+        return len(all_gather_by_index(nothing, np.empty(0), 0, group=dist.group.WORLD))
 
     assert run_ranks(on_rank, world) == [0] * world

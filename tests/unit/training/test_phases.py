@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
@@ -23,12 +24,12 @@ class Policy:
         self.routes: dict[int, Any] | None = {0: "experts"}
         self.passes: list[tuple[int, str]] = []
 
-    def logprobs(self, minibatch: Any, source: str, _should_stop: Any) -> dict[int, np.ndarray]:
+    def logprobs(self, minibatch: Any, source: str, _should_stop: Any) -> torch.Tensor:
         self.passes.append((minibatch.index, source))
         if self.measures_entropy and source == "step_start":
             number = minibatch.index + 1
             self.step_start_entropy = (10.0 * number * number, 10.0 * number)
-        return {minibatch.index: np.zeros(1, dtype=np.float32)}
+        return torch.zeros(1)
 
 
 @pytest.mark.parametrize("measures_entropy", [False, True])
@@ -45,13 +46,12 @@ def test_entropy_takes_a_pass_only_where_the_objective_has_none(measures_entropy
         timer=SimpleNamespace(span=lambda _name: nullcontext()),
         config=SimpleNamespace(batch=SimpleNamespace(updates_of=lambda index: [index])),
     )
-    minibatches = [SimpleNamespace(index=index, routes=None) for index in range(3)]
+    tokens = SimpleNamespace(index=np.arange(1), response_offsets=np.arange(2))
+    minibatches = [SimpleNamespace(index=index, routes=None, tokens=tokens) for index in range(3)]
     by_minibatch, metrics = logprobs(cast("Any", run), cast("Any", minibatches))
-    assert [set(by_source) for by_source in by_minibatch] == [
-        set(),
-        {"step_start", "routes"},
-        {"step_start", "routes"},
-    ]
+    found = [(set(one.columns), one.routes) for one in by_minibatch]
+    with_pass = ({"step_start"}, policy.routes)
+    assert found == [(set(), None), with_pass, with_pass]
     later = [(1, "step_start"), (2, "step_start")]
     if not measures_entropy:
         assert policy.passes == later and metrics.values() == {}

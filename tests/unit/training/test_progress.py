@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from pacs_megatron.checkpoint.run_checkpoint import read_open_step
 from pacs_megatron.config import load_config
-from pacs_megatron.contracts import UpdateReport
+from pacs_megatron.contracts import TokenBuffers, UpdateReport
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.training import saving
-from pacs_megatron.training.progress import OpenStep
+from pacs_megatron.training.progress import Logprobs, OpenStep
 from tests.support.policies.certify_runs import write_run
 from tests.support.ranks import rank_of, run_ranks
 
@@ -32,9 +33,8 @@ def open_step(rows: list[int]) -> OpenStep:
     """After one update; the second of two mini-batches has a reference pass of samples of 2 + row
     tokens.
     """
-    step = OpenStep(
-        logprobs=[{}, {"reference": {row: np.full(2 + row, -row, np.float32) for row in rows}}]
-    )
+    reference = {("reference", row): np.full(2 + row, -row, np.float32) for row in rows}
+    step = OpenStep(logprobs=[Logprobs.from_rows({}), Logprobs.from_rows(reference)])
     step.add(
         UpdateReport(
             grad_norm=2.0,
@@ -59,10 +59,27 @@ def test_every_rank_gets_what_all_replicas_saved() -> None:
     header = json.loads(json.dumps(record[0]))
     loaded = OpenStep.from_record((header, record[1]), SETTINGS)
     assert loaded.updates == 1 and loaded.sums == open_step([]).sums
-    assert loaded.logprobs is not None and loaded.logprobs[0] == {}
+    assert loaded.logprobs is not None and loaded.logprobs[0].columns == {}
     expected = open_step([0, 1, 2, 3]).logprobs
     assert expected is not None
-    np.testing.assert_equal(loaded.logprobs[1], expected[1])
+    np.testing.assert_equal(loaded.logprobs[1].by_row(), expected[1].by_row())
+
+
+def test_a_rank_of_another_layout_gets_the_columns_of_its_samples() -> None:
+    saved = {
+        ("reference", row): np.arange(row, row + 2 + row, dtype=np.float32) for row in range(5)
+    }
+    own = np.array([1, 4])
+    lens = [3, 6]
+    tokens = TokenBuffers(
+        index=own,
+        token_ids=np.zeros(9, np.int32),
+        offsets=np.cumsum([0, *lens]),
+        sampler_logprobs=np.zeros(9, np.float32),
+        response_offsets=np.cumsum([0, *lens]),
+    )
+    columns = Logprobs.from_rows(saved).columns_of(tokens, torch.device("cpu"))
+    assert columns["reference"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_settings_may_not_change_inside_a_step() -> None:

@@ -39,7 +39,9 @@ def test_a_shipped_run_executes(config: str) -> None:
     # Off-loaded, the fake GPU keeps less than a tenth of the state.
     live = traced["live_after"]
     assert live["off-load to the host"] < 0.1 * live["update"]
-    assert live["off-load to the device"] == live["log-probs: reference"]
+    # The log-probs of the pass, 4 bytes a response token, are freed meanwhile.
+    freed = live["log-probs: reference"] - live["off-load to the device"]
+    assert 0 < freed < 2**20
     # Only the head and the layers multiply matrices.
     assert traced["flops"]["forward and backward"] > 0
     assert traced["flops"]["optimizer"] == 0

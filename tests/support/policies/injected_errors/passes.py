@@ -20,11 +20,9 @@ from tests.support.policies.injected_errors.injection import (
 )
 
 
-def _high_logprobs(original: Any, minibatch: Any, logprobs: Any) -> Any:
-    raised = {}
-    for name, by_row in logprobs.items():
-        raised[name] = {row: values + np.float32(1e-3) for row, values in by_row.items()}
-    return original(minibatch, raised)
+def _high_logprobs(original: Any, minibatch: Any, logprobs: Any, *args: Any) -> Any:
+    raised = {name: column + 1e-3 for name, column in logprobs.columns.items()}
+    return original(minibatch, replace(logprobs, columns=raised), *args)
 
 
 def _present_start(original: Any, run: Any, step: Any, minibatch: Any, inputs: Any) -> Any:
@@ -66,9 +64,9 @@ def _one_token_late(original: Any, self: Any, position: int) -> Any:
     return np.roll(original(self, position), 1, axis=0)
 
 
-def _of_next_sample(original: Any, minibatch: Any, logprobs: Any) -> Any:
+def _of_next_sample(original: Any, minibatch: Any, *args: Any) -> Any:
     """Each sample with the experts of the next one, cut or repeated to its own length."""
-    minibatch = original(minibatch, logprobs)
+    minibatch = original(minibatch, *args)
     if minibatch.routes is None:
         return minibatch
     rows = sorted(minibatch.routes)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from pacs_megatron.observability.metrics import MetricSums
 from tests.support.policies.injected_errors.injection import (
@@ -88,9 +91,9 @@ def _forget_logprobs(step: Any) -> None:
 
 def _reverse_logprobs(step: Any) -> None:
     for of_minibatch in step.logprobs:
-        for by_row in of_minibatch.values():
-            for row, values in by_row.items():
-                by_row[row] = values[::-1].copy()
+        for name, column in of_minibatch.columns.items():
+            pieces = [column[start:stop].flip(0) for start, stop in pairwise(of_minibatch.offsets)]
+            of_minibatch.columns[name] = torch.cat(pieces)
 
 
 def _forget_counts(step: Any) -> None:

@@ -140,11 +140,11 @@ def test_advantages_come_from_the_whole_rollout_batch_and_survive_any_order() ->
     facts = random_batch(6, sizes=(2, 3, 5, 7) * 8).facts
     order = np.random.default_rng(0).permutation(facts.num_samples)
     objective = grpo()
-    step = objective.prepare_step(facts)
-    shuffled = objective.prepare_step(facts.select(order))
-    assert step == shuffled
+    step = objective.prepare_step(facts)["advantage"]
+    shuffled = objective.prepare_step(facts.select(order))["advantage"]
+    np.testing.assert_array_equal(shuffled, step[order])
     rows = order[: facts.num_samples // 2]
-    minibatch = objective.prepare(None, facts.select(rows), step)
+    minibatch = objective.prepare(None, facts.select(rows), {"advantage": step[rows]})
     expected = reference_advantages(GRPO, facts)[rows]
     np.testing.assert_allclose(minibatch.per_sample["advantage"], expected, rtol=1e-12, atol=1e-13)
 

@@ -1,0 +1,39 @@
+"""Messages between rank 0 and the driver arrive as they were sent."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from pacs_megatron.errors import RolloutError
+from pacs_megatron.rollout.wire import Connection
+
+ARRAYS = {
+    "ids": np.arange(200_001, dtype=np.int32),  # no multiple of 8 bytes
+    "flags": np.array([True, False, True]),
+    "empty": np.empty((0, 3), np.int16),
+    "logprobs": np.array([-0.5, np.nan, -0.0], np.float32),
+    "transposed": np.arange(12).reshape(3, 4).T,
+    "offsets": np.array([0, 3]),
+}
+
+
+def test_arrays_arrive_with_their_bits_and_shapes() -> None:
+    ours, theirs = (Connection(end, "peer", 10.0) for end in socket.socketpair())
+    sender = threading.Thread(
+        target=lambda: [ours.send({"op": "a"}, ARRAYS), ours.send({"op": "b"})]
+    )
+    sender.start()
+    header, arrays = theirs.receive()
+    assert header == {"op": "a"} and list(arrays) == list(ARRAYS)
+    for name, sent in ARRAYS.items():
+        assert arrays[name].dtype == sent.dtype and arrays[name].shape == sent.shape
+        assert arrays[name].tobytes() == sent.tobytes()
+        assert not arrays[name].flags.writeable
+    assert theirs.receive() == ({"op": "b"}, {})
+    sender.join()
+    ours.close()
+    with pytest.raises(RolloutError, match="the peer has ended unexpectedly"):
+        theirs.receive()
+    theirs.close()
