@@ -102,6 +102,7 @@ def logprobs(
     Returns:
         float64 [sequences, length - 1], nats.
     """
+    from pacs_megatron.batching.tables import single_turn_writers
     from pacs_megatron.contracts import SampleFacts, TokenBuffers
     from tests.support.policies.policy_cases import logprobs_by_row, make_part, make_policy
     from tests.support.ranks import run_ranks
@@ -114,12 +115,14 @@ def logprobs(
         rewards=np.zeros(count),
         prompt_lens=np.ones(count, dtype=np.int64),
         response_lens=np.full(count, length - 1),
+        environment_lens=np.zeros(count, dtype=np.int64),
         truncated=np.zeros(count, dtype=bool),
     )
     buffers = TokenBuffers(
         index=np.arange(count),
         token_ids=tokens.reshape(-1).astype(np.int32),
         offsets=np.arange(count + 1) * length,
+        writers=single_turn_writers(facts.prompt_lens, facts.response_lens),
         sampler_logprobs=np.zeros(count * (length - 1), dtype=np.float32),
         response_offsets=np.arange(count + 1) * (length - 1),
     )

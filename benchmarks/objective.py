@@ -44,6 +44,7 @@ def make_batch() -> tuple[SampleFacts, torch.Tensor]:
         rewards=np.zeros(num_samples),
         prompt_lens=np.full(num_samples, 200),
         response_lens=rng.integers(100, 8192, num_samples),
+        environment_lens=np.zeros(num_samples, dtype=np.int64),
         truncated=rng.random(num_samples) < 0.1,
     )
     return facts, torch.from_numpy(rng.normal(0, 1, num_samples))

@@ -179,6 +179,7 @@ def build_policy(setup: Setup) -> Any:
 def random_part(setup: Setup, vocab: int) -> Any:
     """Groups of 4, mixed labels, lengths within 20 % of the setting."""
     from pacs_megatron.batching.split import plan_microbatches
+    from pacs_megatron.batching.tables import single_turn_writers
     from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
 
     rng = np.random.default_rng(0)
@@ -192,12 +193,14 @@ def random_part(setup: Setup, vocab: int) -> Any:
         rewards=labels,
         prompt_lens=np.full(setup.samples, setup.prompt),
         response_lens=response_lens,
+        environment_lens=np.zeros(setup.samples, dtype=np.int64),
         truncated=np.zeros(setup.samples, dtype=bool),
     )
     tokens = TokenBuffers(
         index=rows,
         token_ids=rng.integers(0, vocab, int(facts.lens.sum())).astype(np.int32),
         offsets=np.concatenate([[0], np.cumsum(facts.lens)]),
+        writers=single_turn_writers(facts.prompt_lens, facts.response_lens),
         sampler_logprobs=np.full(int(response_lens.sum()), -8.0, dtype=np.float32),
         response_offsets=np.concatenate([[0], np.cumsum(response_lens)]),
     )

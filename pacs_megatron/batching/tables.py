@@ -6,10 +6,18 @@ from dataclasses import fields
 import numpy as np
 
 from pacs_megatron.config.schema import RoutingKind
-from pacs_megatron.contracts import Group, Sample, SampleFacts, Stop, TokenBuffers
+from pacs_megatron.contracts import Group, Sample, SampleFacts, Stop, TokenBuffers, Writer
 from pacs_megatron.errors import RolloutError
 
-FACTS = ("groups", "labels", "rewards", "prompt_lens", "response_lens", "truncated")
+FACTS = (
+    "groups",
+    "labels",
+    "rewards",
+    "prompt_lens",
+    "response_lens",
+    "environment_lens",
+    "truncated",
+)
 """arrays of SampleFacts that ranks exchange"""
 
 
@@ -44,6 +52,7 @@ def tabulate(
         rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
         prompt_lens=np.array([sample.prompt_len for sample in samples], dtype=np.int64),
         response_lens=np.array([sample.response_len for sample in samples], dtype=np.int64),
+        environment_lens=np.array([sample.environment_len for sample in samples], dtype=np.int64),
         truncated=np.array([sample.stop is Stop.LENGTH for sample in samples], dtype=bool),
     )
 
@@ -53,7 +62,8 @@ def tabulate(
     tokens = _buffers(
         index=np.arange(len(samples)),
         token_ids=[sample.token_ids for sample in samples],
-        logprobs=[sample.sampler_logprobs for sample in samples],
+        writers=[sample.writers for sample in samples],
+        logprobs=[sample.policy_logprobs for sample in samples],
         routes=routes,
     )
     return facts, tokens
@@ -72,6 +82,7 @@ def _routes_of(sample: Sample) -> np.ndarray:
 def _buffers(
     index: np.ndarray,
     token_ids: Sequence[np.ndarray],
+    writers: Sequence[np.ndarray],
     logprobs: Sequence[np.ndarray],
     routes: np.ndarray | None,
 ) -> TokenBuffers:
@@ -80,15 +91,18 @@ def _buffers(
     Args:
         index: [m], row of each sample in the facts.
         token_ids: [prompt + response] of each sample.
-        logprobs: [response] of each sample, the sampler's, nats.
+        writers: [prompt + response] of each sample.
+        logprobs: of the policy's tokens of each sample, the sampler's, nats.
         routes: [sum of (prompt + response - 1), layers, top k], the sampler's experts.
     """
     all_ids, offsets = flat(token_ids, np.int32)
+    all_writers, _ = flat(writers, np.uint8)
     all_logprobs, response_offsets = flat(logprobs, np.float32)
     return TokenBuffers(
         index=np.asarray(index, dtype=np.int64),
         token_ids=all_ids,
         offsets=offsets,
+        writers=all_writers,
         sampler_logprobs=all_logprobs,
         response_offsets=response_offsets,
         routes=routes,
@@ -111,10 +125,12 @@ def select_tokens(
         The buffers of the k samples, in the order of `positions`.
     """
     token_ids = []
+    writers = []
     logprobs = []
     for position in positions:
         start, stop = tokens.offsets[position : position + 2]
         token_ids.append(tokens.token_ids[start:stop])
+        writers.append(tokens.writers[start:stop])
         start, stop = tokens.response_offsets[position : position + 2]
         logprobs.append(tokens.sampler_logprobs[start:stop])
 
@@ -123,7 +139,21 @@ def select_tokens(
         pieces = [tokens.routes_of(int(position)) for position in positions]
         # The empty piece has the dtype and the shape of the result if there are no positions.
         routes = np.concatenate([routes[:0], *pieces])
-    return _buffers(new_index, token_ids, logprobs, routes)
+    return _buffers(new_index, token_ids, writers, logprobs, routes)
+
+
+def single_turn_writers(prompt_lens: np.ndarray, response_lens: np.ndarray) -> np.ndarray:
+    """The writers of samples whose whole response the policy wrote.
+
+    Args:
+        prompt_lens: int64 [m].
+        response_lens: int64 [m].
+
+    Returns:
+        uint8 [sum of lens].
+    """
+    writers = np.tile(np.array([Writer.PROMPT, Writer.POLICY], dtype=np.uint8), len(prompt_lens))
+    return np.repeat(writers, np.stack([prompt_lens, response_lens], axis=1).reshape(-1))
 
 
 def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from pacs_megatron.contracts.samples import (
     Span,
     Stop,
     ToolCall,
+    Writer,
 )
 from pacs_megatron.contracts.step_data import (
     Interrupted,
@@ -48,4 +49,5 @@ __all__ = [
     "Turn",
     "UpdateReport",
     "WeightReceiver",
+    "Writer",
 ]

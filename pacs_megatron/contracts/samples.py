@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,18 @@ class Stop(StrEnum):
     EOS = "eos"
     LENGTH = "length"
     ABORTED = "aborted"
+
+
+class Writer(IntEnum):
+    """Who wrote a token.
+
+    Tokens of the environment, such as a tool's output, are context: they have no log-prob, no loss,
+    no score, no KL and no entropy, and do not count in a length.
+    """
+
+    PROMPT = 0
+    POLICY = 1
+    ENVIRONMENT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +203,36 @@ class Sample:
 
     @property
     def response_ids(self) -> np.ndarray:
-        """int32 [response]"""
+        """int32 [response], also tokens of the environment"""
         return self.token_ids[self.prompt_len :]
 
     @property
     def response_len(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+        """Number of response tokens that the policy wrote."""
+        return len(self.token_ids) - self.prompt_len - self.environment_len
+
+    @property
+    def environment_len(self) -> int:
+        """Number of response tokens that the environment wrote."""
+        return sum(end - start for start, end in self.environment)
+
+    @property
+    def writers(self) -> np.ndarray:
+        """uint8 [prompt + response], the `Writer` of each token."""
+        writers = np.full(len(self.token_ids), Writer.POLICY, dtype=np.uint8)
+        writers[: self.prompt_len] = Writer.PROMPT
+        for start, end in self.environment:
+            writers[self.prompt_len + start : self.prompt_len + end] = Writer.ENVIRONMENT
+        return writers
+
+    @property
+    def policy_logprobs(self) -> np.ndarray:
+        """float32 [response_len], `sampler_logprobs` of the policy's tokens."""
+        if not self.environment:
+            return self.sampler_logprobs
+        is_of_policy = self.writers[self.prompt_len :] == Writer.POLICY
+        logprobs: np.ndarray = self.sampler_logprobs[is_of_policy]
+        return logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,9 @@ class SampleFacts:
     prompt_lens: np.ndarray
     """int64 [n]"""
     response_lens: np.ndarray
-    """int64 [n], trained response tokens |o_i|"""
+    """int64 [n], tokens of the response that the policy wrote, |o_i|"""
+    environment_lens: np.ndarray
+    """int64 [n], tokens of the response that the environment wrote"""
     truncated: np.ndarray
     """bool [n], ended by length"""
     log_ratio_to_sampler: np.ndarray | None = None
@@ -62,8 +64,8 @@ class SampleFacts:
 
     @property
     def lens(self) -> np.ndarray:
-        """int64 [n], prompt + response"""
-        total: np.ndarray = self.prompt_lens + self.response_lens
+        """int64 [n], all tokens"""
+        total: np.ndarray = self.prompt_lens + self.response_lens + self.environment_lens
         return total
 
     def select(self, index: np.ndarray) -> SampleFacts:
@@ -93,7 +95,9 @@ class TokenBuffers:
     token_ids: np.ndarray
     """int32 [sum of lens], prompt then response, sample after sample"""
     offsets: np.ndarray
-    """int64 [m + 1], into token_ids"""
+    """int64 [m + 1], into token_ids and writers"""
+    writers: np.ndarray
+    """uint8 [sum of lens], the `Writer` of each token"""
     sampler_logprobs: np.ndarray
     """float32 [sum of response lens], nats"""
     response_offsets: np.ndarray

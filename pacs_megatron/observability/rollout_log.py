@@ -87,15 +87,20 @@ def _order(sample: Sample) -> tuple[str, int, str]:
 
 def rollout_record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
-    versions; `extra` only if the data set has further columns.
+    versions; `extra` only if the data set has further columns, `environment` only if the
+    environment wrote tokens: [start, end) of them in the response.
 
     The sample has its text.
     """
     assert sample.text is not None
     extra = {"extra": dict(prompt.extra)} if prompt.extra else {}
+    environment = {}
+    if sample.environment:
+        environment["environment"] = sample.environment
     mean = math.nan
-    if len(sample.sampler_logprobs):
-        mean = float(np.mean(sample.sampler_logprobs, dtype=np.float64))
+    logprobs = sample.policy_logprobs
+    if len(logprobs):
+        mean = float(np.mean(logprobs, dtype=np.float64))
     return {
         "id": sample.id,
         "prompt_id": sample.prompt_id,
@@ -110,6 +115,7 @@ def rollout_record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
         "response_tokens": sample.response_len,
         "sampler_logprob_mean": mean if math.isfinite(mean) else None,
         "spans": [asdict(span) for span in sample.spans],
+        **environment,
     }
 
 

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from pacs_megatron.batching.tables import ranges
-from pacs_megatron.contracts import MiniBatch, Prepared, TokenRecord
+from pacs_megatron.contracts import MiniBatch, Prepared, TokenRecord, Writer
 from pacs_megatron.contracts.protocols import Statistic
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.objectives.shared.groups import build_table
@@ -254,7 +254,7 @@ def build_microbatch(
     cp = parallel_state.get_context_parallel_world_size()
     positions = columns.positions[rows].tolist()
 
-    packed, bounds = _pack(minibatch, rows, positions, multiple=multiple, cp=cp)
+    packed, bounds = _pack(minibatch, positions, multiple=multiple, cp=cp)
     local = None
     if cp > 1:
         packed, local = _part_of_rank(packed, bounds, cp)
@@ -288,7 +288,7 @@ def build_microbatch(
         position_ids=position_ids,
         labels=labels,
         input_index=input_index[0],
-        input_lens=facts.prompt_lens[rows] + response_lens - 1,
+        input_lens=facts.lens[rows] - 1,
         packed=packed_params(bounds, device, padded=cp > 1),
         sample_of_token=torch.from_numpy(np.repeat(rows, response_lens)).to(device),
         response_lens=response_lens,
@@ -306,7 +306,6 @@ def build_microbatch(
 
 def _pack(
     minibatch: MiniBatch,
-    rows: np.ndarray,
     positions: Sequence[int],
     *,
     multiple: int,
@@ -316,7 +315,6 @@ def _pack(
 
     Args:
         minibatch: the mini-batch, with this rank's tokens.
-        rows: int64 [samples], rows of the samples in the mini-batch's facts.
         positions: [samples], positions of the samples in the mini-batch's tokens.
         multiple: the number of input tokens of a rank is a multiple of this.
         cp: number of context-parallel ranks.
@@ -331,15 +329,16 @@ def _pack(
     sequences: list[np.ndarray] = []
     bounds = [0]
     num_inputs = 0
-    for row, position in zip(rows, positions, strict=True):
+    for position in positions:
         start, stop = minibatch.tokens.offsets[position : position + 2]
         ids = minibatch.tokens.token_ids[start:stop]
-        prompt_len = int(minibatch.facts.prompt_lens[row])
+        is_of_policy = minibatch.tokens.writers[start:stop] == Writer.POLICY
         length = len(ids) - 1
 
         sequence = _dummy_tokens(length + -length % sequence_multiple)
         sequence[_INPUT_IDS, :length] = ids[:-1]
-        sequence[_LABELS, prompt_len - 1 : length] = ids[prompt_len:]
+        # Only the policy's tokens are predicted: the environment's are context, as the prompt's.
+        sequence[_LABELS, :length] = np.where(is_of_policy[1:], ids[1:], -1)
         sequence[_INPUT_INDEX, :length] = np.arange(num_inputs, num_inputs + length)
         sequences.append(sequence)
         bounds.append(bounds[-1] + sequence.shape[1])

@@ -4,8 +4,8 @@ Messages between driver and ranks, checkpoints and records have this form.
 
 A record, `rollouts/step_000012.safetensors`, has the exact samples of a step. Its arrays are int32
 token ids, float32 log-probs and the sampler's experts; its metadata has ids, prompt lengths, stop
-reasons and spans as JSON. A run can train the step again from it. A sample's seed follows from its
-id and the run's seed (`requests`).
+reasons, spans and tokens of the environment as JSON. A run can train the step again from it. A
+sample's seed follows from its id and the run's seed (`requests`).
 """
 
 import json
@@ -19,7 +19,14 @@ import numpy as np
 from safetensors.numpy import save
 
 from pacs_megatron.batching.tables import flat
-from pacs_megatron.contracts import Prompt, Sample, SampleRequest, SamplingOptions, Span, Stop
+from pacs_megatron.contracts import (
+    Prompt,
+    Sample,
+    SampleRequest,
+    SamplingOptions,
+    Span,
+    Stop,
+)
 from pacs_megatron.runtime.files import write_atomically
 
 Message = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -75,7 +82,8 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
     """The message of samples, without rewards and labels.
 
     Returns:
-        Header: `ids`, `prompt_ids`, `prompt_lens`, `stops`, `spans` (weight versions), by sample.
+        Header: `ids`, `prompt_ids`, `prompt_lens`, `stops`, `spans` (weight versions), by
+        sample; `environment`, its tokens, if it wrote any.
         Arrays, sample after sample, each with its offsets [samples + 1]: `token_ids`, int32;
         `logprobs`, float32; `routes`, int16, if a sample has the sampler's experts.
     """
@@ -86,6 +94,9 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
         "stops": [sample.stop for sample in samples],
         "spans": [[astuple(span) for span in sample.spans] for sample in samples],
     }
+    if any(sample.environment for sample in samples):
+        header["environment"] = [sample.environment for sample in samples]
+
     arrays: dict[str, np.ndarray] = {}
     token_ids = [sample.token_ids for sample in samples]
     arrays["token_ids"], arrays["offsets"] = flat(token_ids, np.int32)
@@ -106,6 +117,8 @@ def samples_from_message(
     """Inverse of `samples_to_message`; the samples' arrays are views."""
     tokens = _split(arrays["token_ids"], arrays["offsets"])
     logprobs = _split(arrays["logprobs"], arrays["logprob_offsets"])
+    # Without it, all samples have one turn.
+    environments = header.get("environment", [()] * len(tokens))
     routes = [np.empty(0)] * len(header["ids"])
     if "routes" in arrays:
         routes = _split(arrays["routes"], arrays["route_offsets"])
@@ -131,6 +144,7 @@ def samples_from_message(
                 for version, digest, start, end in spans
             ),
             stop=Stop(stop),
+            environment=tuple((start, end) for start, end in environments[k]),
             routes=routes[k] if len(routes[k]) else None,
         )
         samples.append(sample)
@@ -158,6 +172,7 @@ def check_saved(
     token_ids = arrays["token_ids"]
     if ((token_ids < 0) | (token_ids >= vocab_size)).any():
         raise ValueError(f"a token id is not between 0 and {vocab_size - 1}")
+    _check_environment(header, arrays)
     if not np.isfinite(arrays["logprobs"]).all():
         raise ValueError("a log-prob is not finite")
     if not np.isin(arrays["labels"], (-1, 0, 1)).all():
@@ -167,6 +182,18 @@ def check_saved(
             raise ValueError(
                 f"step {saved['step']} is not between {steps.start} and {steps.stop - 1}"
             )
+
+
+def _check_environment(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError for tokens of the environment that are not inside the response."""
+    response_lens = np.diff(arrays["logprob_offsets"]).tolist()
+    for spans, length in zip(header.get("environment", []), response_lens, strict=False):
+        # Ascending, without overlap, and the last token is the policy's.
+        edges: list[int] = []
+        for span in spans:
+            edges += span
+        if edges != sorted(edges) or (edges and not 0 <= edges[0] < edges[-1] < length):
+            raise ValueError(f"tokens {spans} of the environment are not in a response of {length}")
 
 
 def write_record(path: Path, samples: Sequence[Sample]) -> None:

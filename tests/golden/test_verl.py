@@ -45,6 +45,7 @@ def test_advantages_are_whitened_and_returns_are_not() -> None:
         index=samples,
         token_ids=np.zeros(offsets[-1], np.int32),
         offsets=offsets,
+        writers=np.full(offsets[-1], 1, np.uint8),
         sampler_logprobs=np.zeros(offsets[-1], np.float32),
         response_offsets=offsets,
     )

@@ -77,6 +77,7 @@ def _facts(objective: Objective, probe: Probe) -> SampleFacts:
         rewards=probe.rewards,
         prompt_lens=np.ones(num_samples, dtype=np.int64),
         response_lens=probe.lens,
+        environment_lens=np.zeros(num_samples, dtype=np.int64),
         truncated=np.zeros(num_samples, dtype=np.bool_),
         advantage_abs=_by_sample(probe, torch.from_numpy(probe.advantages).abs()).numpy(),
     )

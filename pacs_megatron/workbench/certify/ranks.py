@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pacs_megatron.batching.tables import single_turn_writers
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.config.schema import RunConfig
@@ -193,12 +194,14 @@ class _RecordedRollouts:
             rewards=self._data[f"{step}.rewards"],
             prompt_lens=self._data[f"{step}.prompt_lens"],
             response_lens=self._data[f"{step}.response_lens"],
+            environment_lens=np.zeros_like(self._data[f"{step}.response_lens"]),
             truncated=self._data[f"{step}.truncated"],
         )
         tokens = TokenBuffers(
             index=np.arange(facts.num_samples),
             token_ids=self._data[f"{step}.tokens"],
             offsets=np.cumsum([0, *facts.lens]),
+            writers=single_turn_writers(facts.prompt_lens, facts.response_lens),
             sampler_logprobs=self._data[f"{step}.sampler"],
             response_offsets=np.cumsum([0, *facts.response_lens]),
             routes=self._data.get(f"{step}.routes"),

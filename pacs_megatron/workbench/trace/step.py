@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pacs_megatron.batching.split import plan_microbatches
-from pacs_megatron.batching.tables import select_tokens
+from pacs_megatron.batching.tables import select_tokens, single_turn_writers
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.config.load import load_config
@@ -296,6 +296,7 @@ class _TracedRank:
             rewards=labels.copy(),
             prompt_lens=prompt_lens,
             response_lens=response_lens,
+            environment_lens=np.zeros(num_samples, dtype=np.int64),
             truncated=np.zeros(num_samples, dtype=bool),
         )
 
@@ -306,6 +307,7 @@ class _TracedRank:
             index=np.arange(num_samples),
             token_ids=generator.integers(0, vocabulary, num_tokens).astype(np.int32),
             offsets=np.concatenate([[0], np.cumsum(prompt_lens + response_lens)]),
+            writers=single_turn_writers(prompt_lens, response_lens),
             sampler_logprobs=generator.normal(-2, 0.5, int(response_lens.sum())).astype(np.float32),
             response_offsets=np.concatenate([[0], np.cumsum(response_lens)]),
         )

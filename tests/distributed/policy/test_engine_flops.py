@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pacs_megatron.batching.tables import single_turn_writers
 from pacs_megatron.models.flops import PassedTokens, forward_flops, total_flops
 from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.registry import build_objective
@@ -36,6 +37,7 @@ def equal_step() -> Any:
         tokens,
         token_ids=rng.integers(0, 250, lens.sum()).astype(np.int32),
         offsets=np.concatenate([[0], np.cumsum(lens)]),
+        writers=single_turn_writers(facts.prompt_lens, facts.response_lens),
         sampler_logprobs=np.full(n * RESPONSE, -2.0, dtype=np.float32),
         response_offsets=np.concatenate([[0], np.cumsum(facts.response_lens)]),
     )

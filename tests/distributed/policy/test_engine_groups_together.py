@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pacs_megatron.contracts import SampleFacts, TokenBuffers
 from pacs_megatron.errors import NonFiniteError
+from pacs_megatron.objectives.grpo import GrpoOptions
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.policy import optimizer
@@ -27,6 +28,7 @@ from tests.support.policies.policy_cases import (
     make_part,
     make_policy,
     random_step,
+    with_environment,
     with_passes,
 )
 from tests.support.ranks import run_ranks
@@ -182,6 +184,87 @@ def test_three_updates_in_float64_equal_autograd_to_1e_8(
     would show.
     """
     check_three_updates(folders, monkeypatch, name, layout, size, tolerance=1e-4)
+
+
+ENVIRONMENT_CASES = [
+    ("rloo-importance", "tp2-sp", "mixed"),
+    ("grpo-mean", "cp2", "mixed"),
+    ("dr_grpo-frozen", "vpp2", "together"),
+    ("actor", "one", "mixed"),
+]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "layout", "size"),
+    [
+        pytest.param(*case, marks=[] if number < 1 else pytest.mark.full)
+        for number, case in enumerate(ENVIRONMENT_CASES)
+    ],
+)
+def test_tokens_of_the_environment_are_context(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, layout: str, size: str
+) -> None:
+    """Random spans: they have no log-prob, score, loss or length, and the policy reads them."""
+    steps = [with_environment(step, seed) for seed, step in enumerate(STEPS)]
+    assert all((facts.environment_lens > 0).mean() > 0.5 for facts, _ in steps)
+    monkeypatch.setattr(__name__ + ".STEPS", steps)
+    check_three_updates(folders, monkeypatch, name, layout, size, tolerance=1e-4)
+
+
+GRPO: dict[str, Any] = {
+    "name": "grpo",
+    "importance": "truncate",
+    "importance_cap": 1.1,
+    "kl_coef": 0.1,
+    "entropy_coef": 0.01,
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    "layout", ["cp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("one", "pp2"))]
+)
+def test_a_mean_over_tokens_counts_those_of_the_policy(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Loss, KL, entropy and importance, of three updates of one step."""
+    steps = [with_environment(step, seed) for seed, step in enumerate(STEPS)]
+    monkeypatch.setattr(__name__ + ".STEPS", steps)
+    steps = with_sampler(folders["qwen3"])
+    trainer = PlainTrainer(folders["qwen3"])
+    starts = [trainer.logprobs(*step) for step in steps]
+    expected = []
+    for start, (facts, tokens) in zip(starts, steps, strict=True):
+        bounds = tokens.response_offsets[1:-1]
+        samplers = [torch.from_numpy(piece) for piece in np.split(tokens.sampler_logprobs, bounds)]
+        loss = loss_of(GRPO, facts, starts=start, references=start, samplers=samplers)
+        expected.append(trainer.update(facts, tokens, loss))
+
+    world, parallel = LAYOUTS[layout]
+
+    def on_rank(_rank: int, world: int) -> Any:
+        objective = build_objective(GrpoOptions(**GRPO), updates_per_step=3)
+        policy = make_policy(folders["qwen3"], world, tokens_per_microbatch=96, **parallel)
+        policy.take_reference(reset_optimizer=False)
+        minibatches = [
+            with_passes(policy, objective, make_part(*step, policy, 96, index=index))
+            for index, step in enumerate(steps)
+        ]
+        found = []
+        for minibatch in minibatches:
+            inputs = objective.prepare_step(minibatch.facts)
+            report = policy.update(minibatch, objective, inputs)
+            found.append((report.metrics["objective/loss"], report.grad_norm))
+            num_tokens = report.denominators["policy/entropy"]
+            assert num_tokens == minibatch.facts.response_lens.sum()
+        weights = {key: tensor.clone().numpy() for key, tensor in policy.export_weights()}
+        return found, weights
+
+    found, weights = run_ranks(on_rank, world)[0]
+    np.testing.assert_allclose(found, expected, rtol=5e-9)
+    for key, weight in trainer.weights().items():
+        np.testing.assert_allclose(weights[key], weight, atol=5e-10, err_msg=key)
 
 
 def check_three_updates(

@@ -118,6 +118,7 @@ def make_facts(
         rewards=np.asarray(labels if rewards is None else rewards, dtype=np.float64),
         prompt_lens=np.full(n, 5, dtype=np.int64),
         response_lens=np.asarray(lens if lens is not None else [1] * n, dtype=np.int64),
+        environment_lens=np.zeros(n, dtype=np.int64),
         truncated=np.asarray(truncated if truncated is not None else [False] * n, dtype=np.bool_),
         log_ratio_to_sampler=ratios,
     )

@@ -26,19 +26,19 @@ Loss = Callable[[Logps, Logps], torch.Tensor]
 def plain_logprobs(
     model: Any, facts: SampleFacts, tokens: TokenBuffers, temperature: float = 1.0
 ) -> tuple[Logps, Logps]:
-    """(log-probs, entropies), both with graph, of every sample from plain transformers, one sample
-    at a time, unpacked.
+    """(log-probs, entropies), both with graph, of the tokens that the policy wrote, from plain
+    transformers, one sample at a time, unpacked.
     """
     logps = []
     entropies = []
     for row in range(facts.num_samples):
-        sample = tokens.token_ids[tokens.offsets[row] : tokens.offsets[row + 1]]
-        ids = torch.from_numpy(sample.astype(np.int64))
-        start = int(facts.prompt_lens[row])
-        logits = model(ids[None]).logits[0][start - 1 : -1]
+        own = slice(tokens.offsets[row], tokens.offsets[row + 1])
+        ids = torch.from_numpy(tokens.token_ids[own].astype(np.int64))
+        places = np.flatnonzero(tokens.writers[own] == 1)
+        logits = model(ids[None]).logits[0][places - 1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         distribution = torch.log_softmax(logits / temperature, dim=-1)
-        logps.append(distribution.gather(1, ids[start:, None])[:, 0])
+        logps.append(distribution.gather(1, ids[places, None])[:, 0])
         entropies.append(-(distribution.exp() * distribution).sum(-1))
     return logps, entropies
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from pacs_megatron.batching.split import plan_microbatches
-from pacs_megatron.batching.tables import select_tokens
+from pacs_megatron.batching.tables import select_tokens, single_turn_writers
 from pacs_megatron.config.schema import (
     Fp8Options,
     OptimizerOptions,
     ParallelOptions,
     PrecisionOptions,
 )
-from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers, Writer
 
 # adam_eps is large so that the update is a smooth function of the gradient: at 1e-8 Adam turns
 # rounding noise of a zero gradient into a full step, so that two correct implementations differ.
@@ -112,14 +112,45 @@ def random_step(
         rewards=np.array(labels),
         prompt_lens=np.array(prompt_lens, dtype=np.int64),
         response_lens=np.array(response_lens, dtype=np.int64),
+        environment_lens=np.zeros(len(ids), dtype=np.int64),
         truncated=np.zeros(len(ids), dtype=bool),
     )
     return facts, TokenBuffers(
         index=np.arange(len(ids)),
         token_ids=np.concatenate(tokens),
         offsets=np.concatenate([[0], np.cumsum(facts.lens)]),
+        writers=single_turn_writers(facts.prompt_lens, facts.response_lens),
         sampler_logprobs=rng.normal(-2.0, 0.5, int(facts.response_lens.sum())).astype(np.float32),
         response_offsets=np.concatenate([[0], np.cumsum(facts.response_lens)]),
+    )
+
+
+def with_environment(
+    step: tuple[SampleFacts, TokenBuffers], seed: int
+) -> tuple[SampleFacts, TokenBuffers]:
+    """The same tokens, of which the environment wrote about half of each response: random spans,
+    also next to the prompt. The last token is the policy's.
+    """
+    facts, tokens = step
+    rng = np.random.default_rng(seed)
+    writers = tokens.writers.copy()
+    for row in range(facts.num_samples):
+        start = int(tokens.offsets[row] + facts.prompt_lens[row])
+        last = int(tokens.offsets[row + 1]) - 1
+        edges = np.sort(rng.integers(start, last + 1, 4))
+        writers[edges[0] : edges[1]] = Writer.ENVIRONMENT
+        writers[edges[2] : edges[3]] = Writer.ENVIRONMENT
+
+    def count(writer: Writer) -> np.ndarray:
+        return np.add.reduceat(writers == writer, tokens.offsets[:-1], dtype=np.int64)
+
+    response_lens = count(Writer.POLICY)
+    facts = replace(facts, response_lens=response_lens, environment_lens=count(Writer.ENVIRONMENT))
+    return facts, replace(
+        tokens,
+        writers=writers,
+        sampler_logprobs=rng.normal(-2.0, 0.5, response_lens.sum()).astype(np.float32),
+        response_offsets=np.concatenate([[0], np.cumsum(response_lens)]),
     )
 
 

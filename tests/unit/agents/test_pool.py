@@ -184,8 +184,8 @@ for number in range(100):
     with running(agent_file(body)) as run:
         [sample] = run.solve(max_tokens=100)
     assert (sample.stop, sample.failure) == (Stop.LENGTH, None)
-    assert sample.response_len <= 100
-    assert sample.environment[-1][1] < sample.response_len, "it ends with the policy's token"
+    assert len(sample.response_ids) <= 100
+    assert sample.environment[-1][1] < len(sample.response_ids), "it ends with the policy's token"
 
 
 def test_a_message_that_does_not_fit_is_not_encoded(agent_file, running):

@@ -75,7 +75,7 @@ def test_sampled_tokens_stay_as_they_are(of_kind):
 
         sample = trajectory.finished()
         assert sample.token_ids.tolist() == expected and sample.prompt_len == 3
-        mask = np.ones(sample.response_len, dtype=bool)
+        mask = np.ones(len(sample.response_ids), dtype=bool)
         for start, stop in sample.environment:
             mask[start:stop] = False
         assert mask.tolist() == policy

@@ -43,6 +43,7 @@ def some_facts(draw: st.DrawFn) -> SampleFacts:
         rewards=np.zeros(n),
         prompt_lens=prompts,
         response_lens=responses,
+        environment_lens=np.zeros(n, dtype=np.int64),
         truncated=np.zeros(n, dtype=bool),
     )
 
@@ -121,6 +122,7 @@ def test_a_sample_past_the_budget_is_one_clear_line() -> None:
         rewards=np.zeros(2),
         prompt_lens=np.array([3, 3]),
         response_lens=np.array([4, 90]),
+        environment_lens=np.zeros(2, dtype=np.int64),
         truncated=np.zeros(2, dtype=bool),
     )
     with pytest.raises(

@@ -15,6 +15,7 @@ FACTS = SampleFacts(
     rewards=np.arange(6) % 2.0,
     prompt_lens=np.full(6, 2),
     response_lens=np.array([8, 8, 3, 5, 28, 18]),  # groups of 20, 12 and 50 tokens
+    environment_lens=np.zeros(6, dtype=np.int64),
     truncated=np.zeros(6, dtype=bool),
 )
 

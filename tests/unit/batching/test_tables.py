@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from pacs_megatron.batching.tables import facts_to_arrays, select_tokens, tabulate
+from pacs_megatron.batching.tables import (
+    facts_to_arrays,
+    select_tokens,
+    single_turn_writers,
+    tabulate,
+)
 from pacs_megatron.contracts import Group, Sample, Stop
 
 
@@ -46,8 +53,28 @@ def test_every_fact_is_that_of_its_sample() -> None:
         "rewards": [0.25, 3.5, -2.0],
         "prompt_lens": [2, 2, 1],
         "response_lens": [1, 2, 1],
+        "environment_lens": [0, 0, 0],
         "truncated": [False, True, False],
     }
+
+
+def test_tokens_of_the_environment_are_no_response_tokens() -> None:
+    [one] = GROUPS[1].samples
+    turns = replace(
+        one,
+        token_ids=np.array([0, 4, 5, 6, 7], np.int32),
+        environment=((1, 3),),
+        sampler_logprobs=np.array([-1.0, 0.0, 0.0, -2.0], np.float32),
+    )
+    facts, tokens = tabulate([GROUPS[0], Group(prompt_id="b", samples=(turns,))])
+    assert facts.response_lens.tolist() == [1, 2, 2]
+    assert facts.environment_lens.tolist() == [0, 0, 2]
+    assert facts.lens.tolist() == [3, 4, 5]
+    assert tokens.writers.tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 2, 2, 1]
+    selected = select_tokens(tokens, np.array([2]), np.array([0]))
+    assert selected.writers.tolist() == [0, 1, 2, 2, 1]
+    assert selected.sampler_logprobs.tolist() == [-1.0, -2.0]
+    assert single_turn_writers(np.array([2, 1]), np.array([1, 3])).tolist() == [0, 0, 1, 0, 1, 1, 1]
 
 
 def test_tokens_and_log_probs_are_those_of_their_sample() -> None:

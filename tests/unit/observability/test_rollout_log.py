@@ -149,6 +149,20 @@ def test_lines_without_their_offsets_are_counted(tmp_path: Path, damage: str) ->
     assert read_rollouts(path, [1]) == [read_rollouts(path)[1]]
 
 
+def test_a_record_of_several_turns_has_the_spans_of_the_environment(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 1)
+    turns = sample(
+        "1:toy/0#0",
+        response=(7, 8, 9, 7, 8),
+        environment=((0, 1), (2, 4)),
+        sampler_logprobs=np.array([0.0, -1.0, 0.0, 0.0, -3.0], np.float32),
+    )
+    write_rollouts(path, [turns], {"toy/0": prompt("toy/0")}, decode)
+    [record] = read_rollouts(path)
+    assert record["environment"] == [[0, 1], [2, 4]]
+    assert record["response_tokens"] == 2 and record["sampler_logprob_mean"] == -2.0
+
+
 def test_a_decoded_response_is_not_decoded_again(tmp_path: Path) -> None:
     path = rollout_path(tmp_path, 1)
     samples = [sample("1:toy/0#0", text="judged"), sample("1:toy/0#1")]

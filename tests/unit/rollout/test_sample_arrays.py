@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,20 @@ def test_a_record_holds_every_bit(tmp_path: Path) -> None:
     again = path.with_name("again")
     write_record(again, found)
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_a_record_holds_who_wrote_each_token(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 9).with_suffix(RECORD_SUFFIX)
+    single = samples()[0]
+    turns = replace(single, environment=((1, 3),))
+    assert (turns.response_len, turns.environment_len) == (3, 2)
+    write_record(path, [turns, single])
+    of_turns, of_single = read_record(path)
+    assert of_turns.environment == ((1, 3),)
+    np.testing.assert_array_equal(of_turns.writers, [0] * 4 + [1, 2, 2, 1, 1])
+    np.testing.assert_array_equal(of_single.writers, [0] * 4 + [1] * 5)
+    assert of_turns.policy_logprobs.tolist() == single.sampler_logprobs[[0, 3, 4]].tolist()
+    assert (of_single.response_len, of_single.environment_len) == (5, 0)
 
 
 def test_records_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:

@@ -39,6 +39,26 @@ def empty_offsets() -> dict[str, np.ndarray]:
     return {"offsets": np.array([0]), "logprob_offsets": np.array([0])}
 
 
+def test_tokens_of_the_environment_as_they_are_saved() -> None:
+    """Of two responses of three tokens."""
+    arrays = saved() | {
+        "token_ids": np.array([1, 2, 3, 4, 5, 4, 3, 2], np.int32),
+        "offsets": np.array([0, 4, 8]),
+        "logprobs": np.full(6, -0.5, np.float32),
+        "logprob_offsets": np.array([0, 3, 6]),
+    }
+
+    def check_spans(spans: list[list[int]]) -> None:
+        header = {"steps": [], "environment": [[], spans]}
+        check_saved(header, arrays, range(2, 4), vocab_size=6)
+
+    check_spans([])
+    check_spans([[0, 1], [1, 2]])
+    for wrong in ([[-1, 1]], [[1, 3]], [[1, 2], [0, 1]], [[2, 1]]):
+        with pytest.raises(ValueError, match=r"of the environment are not in a response of 3"):
+            check_spans(wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "at", "value", "expected"),
     [

@@ -75,6 +75,7 @@ def test_a_rank_of_another_layout_gets_the_columns_of_its_samples() -> None:
         index=own,
         token_ids=np.zeros(9, np.int32),
         offsets=np.cumsum([0, *lens]),
+        writers=np.ones(9, np.uint8),
         sampler_logprobs=np.zeros(9, np.float32),
         response_offsets=np.cumsum([0, *lens]),
     )

@@ -28,6 +28,7 @@ def facts_of(lens: np.ndarray) -> SampleFacts:
         rewards=np.arange(count) % 2.0,
         prompt_lens=np.full(count, 3),
         response_lens=lens,
+        environment_lens=np.zeros(count, dtype=np.int64),
         truncated=np.zeros(count, dtype=bool),
     )
 
