@@ -89,11 +89,13 @@ class PlainTrainer:
         *,
         clip: float = 1.0,
         temperature: float = 1.0,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        # Not a default argument: tests in float64 replace this name of torch.
+        own_dtype = torch.float32 if dtype is None else dtype
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=own_dtype)
         if dtype == torch.float64:
             # The default, grouped products, has no float64.
             self.model.set_experts_implementation("eager")
