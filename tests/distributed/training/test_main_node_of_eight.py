@@ -26,6 +26,7 @@ from tests.support.node.runs import (
     check_run,
 )
 from tests.support.ranks import RankError
+from tests.support.servers.fake_sglang import FakeSglang
 from tests.support.tiny_models import make_tiny_qwen3
 
 IN_TEST = "pacs-qwen3-8b-1n8g-tp2"
@@ -57,6 +58,25 @@ def in_tiers() -> list[object]:
 @pytest.mark.parametrize("name", in_tiers())
 def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
     check_run(NodeRun(name, tmp_path))
+
+
+def test_the_longest_prompt_of_a_shipped_configuration_gets_a_whole_response() -> None:
+    """SGLang shortens a response without a message: one token less of context, and it is short."""
+    names = []
+    for path in sorted(RUNS.glob("*.yaml")):
+        config = load_config(path).config
+        servers = config.rollout.managed_servers
+        if servers is None or servers.context_length is None:
+            continue
+        prompt = config.data.max_prompt_tokens
+        response = config.rollout.sampling.max_response_tokens
+        with FakeSglang() as fake:
+            fake.context = servers.context_length
+            assert fake._clip(prompt, response) == (response, ""), path.stem
+            fake.context = prompt + response + 1
+            assert fake._clip(prompt, response) == (response - 1, "")
+        names.append(path.stem)
+    assert {path.stem for path in RUNS.glob("*n8g*.yaml")} <= set(names)
 
 
 def test_a_stand_in_server_reports_a_taken_port_as_the_product_expects(tmp_path: Path) -> None:

@@ -313,6 +313,10 @@ CHANGED: dict[str, Changed] = {
         later={"objective": {"positive_weight": 0.7}},
     ),
     "real": Changed(before={"objective": {"name": "real"}}, later={"objective": {"tau": 1.5}}),
+    "dgpo": Changed(
+        before={"objective": {"name": "dgpo"}},
+        later={"objective": {"difficulty_temperature": 0.5}},
+    ),
     "ppo": Changed(
         before=DECAYED
         | {
