@@ -69,13 +69,15 @@ def test_injected_noise_is_found(model: Path, layout: str, monkeypatch: pytest.M
         exact = schedule.forward
         seed = iter(range(100))
 
-        def noisy(*args: Any, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        def noisy(chunks: Any, batches: Any, read: Any, *args: Any, **options: Any) -> list[Any]:
             place = 10 * policy.rank.dp + parallel_state.get_context_parallel_rank()
             generator = torch.Generator().manual_seed(100 * place + next(seed))
-            return [
-                (logprobs + SIGMA * torch.randn(logprobs.shape, generator=generator), entropies)
-                for logprobs, entropies in exact(*args, **options)
-            ]
+
+            def read_noisy(batch: Any, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
+                noise = SIGMA * torch.randn(logprobs.shape, generator=generator)
+                return read(batch, logprobs + noise, entropies)
+
+            return exact(chunks, batches, read_noisy, *args, **options)
 
         monkeypatch.setattr(schedule, "forward", noisy)
         return [clean, policy.score_noise(minibatch, objective, rows)]

@@ -138,13 +138,13 @@ BATCHING_ERRORS: dict[str, InjectedError] = {
         changes={"batch": {"updates_per_step": 3, "tokens_per_microbatch": 160, "groups": "apart"}},
     ),
     "labels one token late": InjectedError(
-        target=f"{POLICY}.engine.build_microbatch", change=_late_labels
+        target=f"{POLICY}.microbatch.build_microbatch", change=_late_labels
     ),
     "samples of a pack attend to each other": InjectedError(
-        target=f"{POLICY}.engine.build_microbatch", change=_one_sequence
+        target=f"{POLICY}.microbatch.build_microbatch", change=_one_sequence
     ),
     "the first token of a packed sample belongs to the one before": InjectedError(
-        target=f"{POLICY}.engine.build_microbatch", change=_bounds_one_late
+        target=f"{POLICY}.microbatch.build_microbatch", change=_bounds_one_late
     ),
     "the last token of a response has no loss": InjectedError(
         target=f"{POLICY}.microbatch.build_record", change=_without_last_tokens
