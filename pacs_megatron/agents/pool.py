@@ -129,8 +129,19 @@ class AgentPool(Closing):
         self._do(partial(self._deliver, tuple(turns)))
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """Ends these trajectories without a sample. Ignores unknown ids."""
-        self._do(partial(self._cancel, tuple(ids)))
+        """Ends these trajectories without a sample. Ignores unknown ids.
+
+        After it returns, no callback names them.
+        """
+        is_done = threading.Event()
+
+        def cancel() -> None:
+            self._cancel(ids)
+            is_done.set()
+
+        self._do(cancel)
+        while not is_done.wait(_TICK_S) and self._thread.is_alive():
+            pass
 
     def close(self) -> None:
         """Kills every worker and tool with its child processes."""

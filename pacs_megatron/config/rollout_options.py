@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from pacs_megatron.config.agent_options import AgentOptions
 from pacs_megatron.config.text import (
     Devices,
     EnvironmentName,
@@ -88,6 +89,9 @@ class EmbeddedRollout(RolloutEngineOptions):
 
     Only useful to study stale samples: this engine does not overlap with training.
     """
+
+    agent: AgentOptions | None = None
+    """Several turns with tools; null: a response is one turn."""
 
 
 class DemonstrationRollout(RolloutEngineOptions):

@@ -157,7 +157,8 @@ class EmbeddedEngine(WeightInbox):
         bits, after a resume.
 
         Args:
-            requests: those of all ranks, in the same order on every rank, with the same parameters.
+            requests: those of all ranks, in the same order on every rank, with the same temperature
+                and filters.
             should_stop: called at every token.
 
         Raises:
@@ -206,8 +207,8 @@ class EmbeddedEngine(WeightInbox):
         # Inference tensors must not reach the trainer: only NumPy arrays leave this block.
         with torch.inference_mode():
             rows, logits = self._prefill(chunk)
-            max_tokens = chunk[0].params.max_response_tokens
-            decoded = self._decode(rows, logits, max_tokens, should_stop)
+            limits = [request.params.max_response_tokens for request in chunk]
+            decoded = self._decode(rows, logits, limits, should_stop)
         has_finite_logprobs = np.isfinite(decoded.logprobs).all(axis=1)
         if not has_finite_logprobs.all():
             bad = chunk[int(np.argmax(~has_finite_logprobs))]
@@ -237,7 +238,8 @@ class EmbeddedEngine(WeightInbox):
         One forward pass over the distinct prompts; their keys, values and last logits are repeated
         for their samples.
         """
-        [params] = {request.params for request in chunk}
+        params = chunk[0].params
+        max_tokens = max(request.params.max_response_tokens for request in chunk)
         prompts, prompt_of = _distinct_prompts(chunk)
         longest = max(len(prompt) for prompt in prompts)
         pads = np.array([longest - len(prompt) for prompt in prompts])
@@ -264,11 +266,11 @@ class EmbeddedEngine(WeightInbox):
 
         row_of = torch.tensor(prompt_of, device=device)
         cache.batch_select_indices(row_of)
-        is_response = np.ones((len(prompts), params.max_response_tokens), dtype=bool)
+        is_response = np.ones((len(prompts), max_tokens), dtype=bool)
         is_visible = np.concatenate([is_real, is_response], axis=1)
         rows = _Rows(
             sampler=RowSampler(params, [request.seed for request in chunk], device),
-            stops=_StopStrings(params.stop, len(chunk), self._vocabulary.decode),
+            stops=_StopStrings([request.params.stop for request in chunk], self._vocabulary.decode),
             cache=cache,
             number=torch.arange(len(chunk), device=device),
             mask=self._additive(is_visible)[row_of, None, None],
@@ -280,7 +282,7 @@ class EmbeddedEngine(WeightInbox):
         self,
         rows: _Rows,
         logits: torch.Tensor,
-        max_tokens: int,
+        limits: Sequence[int],
         should_stop: Callable[[], bool] | None,
     ) -> _Decoded:
         """Samples tokens until every row has ended.
@@ -288,13 +290,15 @@ class EmbeddedEngine(WeightInbox):
         Args:
             rows: all rows of the chunk after the prefill.
             logits: [b, v], of the first tokens.
-            max_tokens: limit of the responses' length.
+            limits: of the length of each response.
             should_stop: called at every token.
 
         Raises:
             Interrupted: `should_stop` returned true.
         """
         num_rows = len(rows.number)
+        max_tokens = max(limits)
+        row_limits = torch.tensor(limits, device=self._device)
         tokens = torch.zeros((max_tokens, num_rows), dtype=torch.int32, device=self._device)
         all_logprobs = torch.zeros((max_tokens, num_rows), dtype=torch.float32, device=self._device)
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
@@ -310,7 +314,7 @@ class EmbeddedEngine(WeightInbox):
             lengths[rows.number] += ~ended
             stops = torch.isin(ids, self._eos) | rows.stops.update(ids)
             finished[rows.number] |= stops
-            ended |= stops
+            ended |= stops | (lengths[rows.number] >= row_limits[rows.number])
 
             num_alive = len(ended) - int(ended.sum())
             if num_alive == 0 or index + 1 == max_tokens:
@@ -383,22 +387,22 @@ class _StopStrings:
     """Finds stop strings in the growing text of each row, by decoding its last few tokens."""
 
     def __init__(
-        self, stops: tuple[str, ...], num_rows: int, decode: Callable[[Sequence[int]], str]
+        self, stops: Sequence[tuple[str, ...]], decode: Callable[[Sequence[int]], str]
     ) -> None:
         """Starts with empty rows.
 
         Args:
-            stops: the strings; empty: `update` costs nothing.
-            num_rows: number of rows.
+            stops: the strings of each row; if all are empty, `update` costs nothing.
             decode: token ids to text, with special tokens.
         """
-        self._stops = stops
+        self._stops = list(stops)
+        self._is_used = any(stops)
         self._decode = decode
-        self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        self._tokens: list[list[int]] = [[] for _ in stops]
         # A token is at least one byte of text, but some tokenizers strip the first one's space, or
         # hide special tokens.
-        longest = max((len(stop.encode()) for stop in stops), default=0)
-        self._window = longest + 8
+        lengths = [max((len(stop.encode()) for stop in row), default=0) for row in stops]
+        self._window = max(lengths, default=0) + 8
 
     def update(self, ids: torch.Tensor) -> torch.Tensor:
         """Appends one token to each row.
@@ -406,17 +410,18 @@ class _StopStrings:
         Returns:
             bool [b], whether the row's text contains a stop string.
         """
-        if not self._stops:
+        if not self._is_used:
             return torch.zeros_like(ids, dtype=torch.bool)
         has_stop = []
-        for tokens, token in zip(self._tokens, ids.tolist(), strict=True):
+        for tokens, token, stops in zip(self._tokens, ids.tolist(), self._stops, strict=True):
             tokens.append(token)
-            text = self._decode(tokens[-self._window :])
-            has_stop.append(any(stop in text for stop in self._stops))
+            text = self._decode(tokens[-self._window :]) if stops else ""
+            has_stop.append(any(stop in text for stop in stops))
         return torch.tensor(has_stop, device=ids.device)
 
     def keep(self, rows: torch.Tensor) -> None:
         self._tokens = [self._tokens[row] for row in rows.tolist()]
+        self._stops = [self._stops[row] for row in rows.tolist()]
 
 
 def _build(model_path: Path, dtype: torch.dtype, device: torch.device) -> Any:

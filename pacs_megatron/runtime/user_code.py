@@ -40,12 +40,12 @@ def import_function(name: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}={name!r}: expected module:function or path/to/file.py:function")
     file = None
     if where.endswith(".py"):
-        file = Path(os.path.realpath(where))
+        file = Path(os.path.realpath(os.path.expanduser(where)))
         if not file.is_file():
             raise ConfigError(f"{key}={shown(name, 300)}: no file {file}; correct the path")
     try:
         module = importlib.import_module(where) if file is None else _load_file(file)
-    except BaseException as error:
+    except BaseException as error:  # the user's module runs here and may raise anything
         raise ConfigError(
             f"{key}={name!r}: importing {file or where} raised {describe(error)}; the workers must "
             "be able to import it"

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder, check_names
@@ -32,7 +33,7 @@ from pacs_megatron.observability.progress import Progress
 from pacs_megatron.rewards.custom import file_digests
 from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
-from pacs_megatron.rollout.judging import Judge
+from pacs_megatron.rollout.judging import Judge, policy_text, turns_of
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.run_prompts import load_benchmarks
 from pacs_megatron.runtime.files import (
@@ -365,27 +366,33 @@ class _Evaluation:
         num_tokens = 0
         num_done = sum(request.id in samples.outcomes for request in requests)
 
+        def decode(ids: np.ndarray) -> str:
+            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
         def write(*, wait: bool) -> None:
             """Appends the judged samples to the file; with `wait`, all of them."""
             nonlocal num_done, num_pending
             while num_pending and (wait or not verdicts.empty()):
                 [sample] = received(verdicts, 1)
-                samples.append(sample, seeds[sample.id])
+                turns = turns_of(sample, decode) if sample.environment else []
+                samples.append(sample, seeds[sample.id], turns)
                 num_pending -= 1
                 num_done += 1
             tokens_per_s = num_tokens / (time.perf_counter() - started)
             progress.advance(num_done, {"tokens/s": tokens_per_s})
 
         with Progress("eval", len(requests), done=num_done) as progress:
-            for sample in self.sampler.stream(missing):
+            for sample in self.sampler.stream(missing, prompts):
                 num_tokens += sample.response_len
                 # The batch of a missing sample also contains existing ones.
                 if sample.id not in samples.outcomes:
-                    response_ids = sample.response_ids.tolist()
-                    text = str(tokenizer.decode(response_ids, skip_special_tokens=True))
+                    text = policy_text(turns_of(sample, decode))
                     decoded = replace(sample, text=text)
-                    self.judge.submit(decoded, prompts[sample.prompt_id], verdicts.put)
                     num_pending += 1
+                    if sample.failure is not None:  # an agent's: there is nothing to judge
+                        verdicts.put(decoded)
+                    else:
+                        self.judge.submit(decoded, prompts[sample.prompt_id], verdicts.put)
                 write(wait=False)
             write(wait=True)
 

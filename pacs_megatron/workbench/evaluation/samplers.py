@@ -6,23 +6,27 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
+from pacs_megatron.agents.files import agent_digests
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
 from pacs_megatron.config.rollout_options import EmbeddedRollout, SglangRollout
 from pacs_megatron.config.schema import ModelOptions, RunConfig
-from pacs_megatron.contracts import Sample, SampleRequest, WeightReceiver
+from pacs_megatron.contracts import Prompt, Sample, SampleRequest, WeightReceiver
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.data import stop_token_ids
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import CheckpointError, SyncError
 from pacs_megatron.models import load_spec
+from pacs_megatron.rollout.agent_rounds import AgentRounds, build_encoder
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.sglang.build import open_engine, server_apis
@@ -72,22 +76,33 @@ def _tensors(folder: HfFolder, certified: Mapping[str, str]) -> Iterator[tuple[s
 
 
 class EmbeddedSampler(Closing):
-    """The embedded engine of the configuration, or one with default options if the configuration
-    has another engine.
+    """The embedded engine of the configuration, with its agent if there is one, or an engine with
+    default options if the configuration has another one.
     """
 
     def __init__(self, config: RunConfig) -> None:
         assert config.evaluation.sampling is not None
         default = EmbeddedRollout(engine="embedded", sampling=config.evaluation.sampling)
         self._options = config.rollout.embedded or default
-        self.chunk = self._options.batch_sequences
+        self._data = config.data
+        self._agents: AgentRounds | None = None
+        self.chunk = 1 if self._options.agent else self._options.batch_sequences
         """Requests decoded as one batch of fixed shape; a resumed evaluation repeats whole batches.
+        A round of agents has no fixed shape.
         """
         self._engine: EmbeddedEngine
 
     def describe(self) -> dict[str, Any]:
         """The settings that change a response."""
-        return {"engine": "embedded", "dtype": self._options.dtype, "batch_sequences": self.chunk}
+        settings: dict[str, Any] = {
+            "engine": "embedded",
+            "dtype": self._options.dtype,
+            "batch_sequences": self._options.batch_sequences,
+        }
+        if self._options.agent is not None:
+            settings["agent"] = self._options.agent.model_dump(mode="json")
+            settings["agent files"] = agent_digests(self._options.agent)
+        return settings
 
     @report_wait("for the model to load")
     def load(self, folder: HfFolder, tokenizer: Any) -> None:
@@ -95,12 +110,29 @@ class EmbeddedSampler(Closing):
         vocabulary = Vocabulary.from_tokenizer(tokenizer, str(folder.path))
         self._engine = EmbeddedEngine(folder.path, self._options, vocabulary, device=device)
         push_folder(folder, self._engine, version=0)
+        if self._options.agent is None:
+            return
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Iterable[Sample]:
-        return self._engine.stream(requests)
+        def decode(ids: np.ndarray) -> str:
+            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+        self.close()
+        encoder = build_encoder(self._options.agent, self._data, tokenizer, datetime.now())
+        stops = stop_token_ids(tokenizer, str(folder.path))
+        self._agents = AgentRounds(self._options.agent, encoder, stops, decode)
+
+    def stream(
+        self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt]
+    ) -> Iterable[Sample]:
+        if self._agents is None:
+            return self._engine.stream(requests)
+        return self._agents.play(requests, prompts, self._engine.stream)
 
     def close(self) -> None:
-        """Does nothing: the engine has no processes."""
+        """Ends the agents' processes; the engine has none."""
+        if self._agents is not None:
+            self._agents.close()
+            self._agents = None
 
 
 class ServerSampler(Closing):
@@ -174,7 +206,9 @@ class ServerSampler(Closing):
             digest = self._push(urls or [server.url for server in status])
             self._engine.set_current(self._version, digest)
 
-    def stream(self, requests: Sequence[SampleRequest]) -> Iterable[Sample]:
+    def stream(
+        self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt]
+    ) -> Iterable[Sample]:
         assert self._engine is not None
         return self._engine.stream(requests)
 

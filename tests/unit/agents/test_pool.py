@@ -146,9 +146,12 @@ FAILURES = {
         "agent: its worker died (exit code 1)",
     ),
 }
+SLOW = ("interrupt", "killed", "exit code", "cpu", "recursion", "exception without text", "memory")
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FAILURES]
+)
 def test_an_agent_that_fails_has_no_verdict(agent_file, running, name):
     body, failure = FAILURES[name]
     limits = {"timeout_s": 1.0 if name in ("cpu", "sleeps") else 60.0, "workers": 1}

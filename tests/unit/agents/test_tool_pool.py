@@ -97,6 +97,13 @@ TEXTS = {
 }
 
 
+SLOW = ("deaf", "spin", "daemon", "killed", "interrupts", "mute")
+
+
+def _with_marks(names):
+    return [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in names]
+
+
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     file = tmp_path_factory.mktemp("tools") / "tools.py"
@@ -125,7 +132,7 @@ def call(pool, tool, **arguments):
     return results.get(timeout=120)
 
 
-@pytest.mark.parametrize("tool", FAILED)
+@pytest.mark.parametrize("tool", [*_with_marks(FAILED)])
 def test_a_failure_is_a_text(pool, tool):
     result = call(pool, tool)
     assert result.text is None and result.failure.startswith(FAILED[tool]), result

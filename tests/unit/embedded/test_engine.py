@@ -1,5 +1,6 @@
 """The embedded engine against Hugging Face `generate` and full forwards."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,34 @@ def test_limits_and_stop_strings(tiny_qwen3):
     for sample, tokens in zip(samples, free, strict=True):
         assert sample.response_ids.tolist() == tokens[: sample.response_len]
         assert len(sample.sampler_logprobs) == sample.response_len
+
+
+def test_limits_and_stop_strings_of_one_batch(tiny_qwen3):
+    """Turns of agents: the same tokens as each request has alone."""
+    prompts = random_prompts(5)
+    engine = embedded_engine(tiny_qwen3, batch_sequences=5)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
+    [free] = engine.stream(requests_for(prompts[2:3], params=sampling(max_tokens=12)))
+    stop = tokenizer.decode(free.response_ids[4:6].tolist())
+    limits: list[dict[str, Any]] = [
+        {"max_tokens": 1},
+        {"max_tokens": 7},
+        {"max_tokens": 12, "stop": (stop,)},
+        {"max_tokens": 12, "stop": ("never", "nor this")},
+        {"max_tokens": 3, "stop": ("never",)},
+    ]
+    requests = []
+    for number, more in enumerate(limits):
+        [request] = requests_for(prompts[number : number + 1], params=sampling(**more))
+        requests.append(replace(request, id=f"0:p/{number}#9"))
+    together = list(engine.stream(requests))
+    for request, sample in zip(requests, together, strict=True):
+        [alone] = engine.stream([request])
+        assert sample.token_ids.tolist() == alone.token_ids.tolist()
+        assert sample.stop is alone.stop
+        np.testing.assert_allclose(sample.sampler_logprobs, alone.sampler_logprobs, atol=1e-5)
+    assert [len(sample.sampler_logprobs) for sample in together[:2]] == [1, 7]
+    assert together[2].stop is Stop.EOS and together[2].response_len < 12
 
 
 def test_weights_come_only_through_an_update_and_samples_carry_their_version(tiny_qwen3, tmp_path):

@@ -378,3 +378,70 @@ def test_a_run_and_its_checkpoints_in_one_call(tmp_path, capsys):
     assert main(words) == 0
     assert (run / "hf_exports" / "step_000001" / "model.safetensors").stat().st_mtime_ns == written
     assert capsys.readouterr().out.count("results.json") == 6
+
+
+AGENT = """
+async def solve(problem, session):
+    answer = await session.generate(max_tokens=4)
+    if problem.problem.startswith("What is 1 "):
+        raise ValueError("no luck")
+    session.append(await session.call("sum", expression=problem.problem[8:-1]))
+    await session.generate(max_tokens=4)
+"""
+
+
+@pytest.fixture
+def with_agent(config, tmp_path):
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    agent = {
+        "function": f"{tmp_path / 'my_agent.py'}:solve",
+        "tools": {"sum": {"kind": "calculator"}},
+        "workers": 4,
+        "tool_workers": 1,
+    }
+    tree = json.loads(config.read_text())
+    tree["rollout"]["agent"] = agent
+    tree["reward"]["max_failure_frac"] = 1.0
+    tree["evaluation"]["sampling"] = {"max_response_tokens": 80}
+    config.write_text(json.dumps(tree))
+    return config
+
+
+def test_several_turns_with_a_tool(with_agent, tmp_path, capsys):
+    assert main(["eval", str(with_agent), "evaluation.samples_per_prompt=4"]) == 0, (
+        capsys.readouterr().err
+    )
+    samples = read_samples(tmp_path / "runs" / "test" / "eval")
+    assert len(samples) == 5 * 4
+    for sample in samples:
+        number = int(sample["prompt_id"].rpartition("/")[2])
+        if number == 1:
+            assert sample["failure"] == "agent: it raised ValueError: no luck"
+            assert sample["label"] is None
+            continue
+        first, message, last = sample["turns"]
+        assert (first["role"], message["role"], last["role"]) == (
+            "assistant",
+            "environment",
+            "assistant",
+        )
+        assert message["text"].splitlines()[1].startswith(str(2 * number))
+        assert sample["response"] == f"{first['text']}\n{last['text']}"
+        assert sample["label"] == int(len(sample["response"]) > 3)
+        [call] = sample["calls"]
+        assert json.loads(call["arguments"]) == {"expression": f"{number} + {number}"}
+
+    # The file has every sample, so the same command runs no agent; another agent is another file.
+    (tmp_path / "runs" / "test" / "eval" / "results.json").unlink()
+    assert main(["eval", str(with_agent), "evaluation.samples_per_prompt=4"]) == 0
+    assert read_samples(tmp_path / "runs" / "test" / "eval") == samples
+    (tmp_path / "my_agent.py").write_text(AGENT.replace("max_tokens=4", "max_tokens=5"))
+    assert main(["eval", str(with_agent), "evaluation.samples_per_prompt=4"]) == 0
+    assert len(list((tmp_path / "runs" / "test" / "eval").glob("samples-*.jsonl"))) == 2
+
+
+def test_training_rejects_an_agent(with_agent, capsys):
+    assert main(["train", str(with_agent)]) == 2
+    assert "rollout.agent is set, but in this version a run trains responses of one turn" in (
+        capsys.readouterr().err
+    )

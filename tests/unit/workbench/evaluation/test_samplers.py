@@ -65,7 +65,7 @@ def test_one_model_after_the_other_and_a_restarted_server(tmp_path: Path) -> Non
                 digest = push_folder(folder, None, 0)
                 assert first.weight_version == second.weight_version == f"{number}:{digest}"
                 samples = []
-                for sample in sampler.stream(requests("a")):
+                for sample in sampler.stream(requests("a"), {}):
                     samples.append(sample)
                     if len(samples) == 8:
                         second.restart()
@@ -74,7 +74,7 @@ def test_one_model_after_the_other_and_a_restarted_server(tmp_path: Path) -> Non
                 while second.weight_version != first.weight_version and time.monotonic() < deadline:
                     time.sleep(0.05)
                 answered = second.answered
-                samples += sampler.stream(requests("b"))
+                samples += sampler.stream(requests("b"), {})
                 assert second.answered > answered
                 spans = itertools.chain.from_iterable(sample.spans for sample in samples)
                 assert {span.digest for span in spans} == {digest}
