@@ -210,6 +210,15 @@ def test_a_control_token_in_a_text_stays_text(tokenizer_of_kind, encoder_of_kind
         assert controls_in(tokenizer, ids) == controls_in(tokenizer, plain)
 
 
+def test_only_the_control_token_is_cut(tmp_path, data_options):
+    """The text around it has the tokens that it has without one."""
+    tokenizer = save_kind(tmp_path, "merges", chat_template=CHATML)
+    encoder = TurnEncoder(markers_of(tokenizer, data_options()), tokenizer)
+    [merged] = ids_of(tokenizer, "thi")
+    ids = encoder.encode([Message("tool", f"thi {EOS} thi")], tokenizer.eos_token_id)
+    assert ids.tolist().count(merged) == 2
+
+
 def test_an_answer_without_an_end_is_ended(tokenizer, data_options):
     encoder = TurnEncoder(markers_of(tokenizer, data_options()), tokenizer)
     [letter] = ids_of(tokenizer, "b")
