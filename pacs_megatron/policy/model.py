@@ -609,7 +609,7 @@ def _build_model(
     if spec.moe is not None:
         for layer in model.decoder.layers:
             layer.mlp.router.router_replay = TokenReplay()
-        _forget_router_probs(model)
+        _forget_routes(model)
     # `Routing` uses each router's own instance.
     RouterReplay.clear_global_router_replay_instances()
 
@@ -622,12 +622,13 @@ def _build_model(
     return model
 
 
-def _forget_router_probs(model: torch.nn.Module) -> None:
-    """Lets every all-to-all dispatcher drop its router's probabilities after their last use.
+def _forget_routes(model: torch.nn.Module) -> None:
+    """Lets every all-to-all dispatcher drop its routing after its last use.
 
-    Megatron-Core 0.16 to 0.19 keep them until the layer's next forward pass. Those of a recomputed
-    forward keep its graph, and with it the layer's input and its gradient, in every layer at once.
-    The dispatcher reads them before the combination, for their dtype.
+    Megatron-Core 0.16 to 0.19 keep it until the layer's next forward pass. The router's
+    probabilities of a recomputed forward keep its graph, and with it the layer's input and its
+    gradient, in every layer at once. The order of the tokens has two integers for each token and
+    expert. The dispatcher reads them in the combination for the last time.
     """
     for module in model.modules():
         dispatcher: Any = getattr(module, "token_dispatcher", None)
@@ -640,6 +641,8 @@ def _forget_router_probs(model: torch.nn.Module) -> None:
 def _combine_and_forget(dispatcher: Any, combine: Any, hidden: Tensor) -> Any:
     combined = combine(hidden)
     dispatcher.probs = None
+    dispatcher.routing_map = None
+    dispatcher.reversed_local_input_permutation_mapping = None
     return combined
 
 

@@ -106,7 +106,8 @@ def _sync_items(
     """Weight sync: the tensors that a rank has beside its shards, and NCCL's buffers."""
     largest_tensor = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
     bucket_bytes = rollout.sync.bucket_mib * 2**20
-    tensor_bytes = bucket_bytes + 2 * largest_tensor  # bf16
+    width = WIDTH[config.precision.dtype]
+    tensor_bytes = bucket_bytes + width * largest_tensor
     items = [Item("weight sync: a bucket and the largest tensor", tensor_bytes, "computed")]
 
     if rollout.sync.transport == "broadcast":
@@ -235,12 +236,13 @@ def _cache_item(
     weight_bytes = sampler_weight_bytes(rollout, spec) / servers.tp
     cache_bytes = gpu_bytes * fraction - weight_bytes
     if servers.max_total_tokens is not None:
-        limit_bytes = kv_bytes_per_token(spec, servers.tp) * servers.max_total_tokens
+        per_token = kv_bytes_per_token(spec, servers.tp, WIDTH[rollout.dtype])
+        limit_bytes = per_token * servers.max_total_tokens
         cache_bytes = min(cache_bytes, limit_bytes)
     return Item(_KV_CACHE, max(cache_bytes, 0.0), source)
 
 
-def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int = 2) -> float:
+def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int) -> float:
     """Key-value cache of one token on one GPU of a server.
 
     Args:

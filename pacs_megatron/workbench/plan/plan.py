@@ -128,7 +128,8 @@ class Plan:
         if self.gpu is None or self.rollout is None or rollout is None or servers is None:
             return None
 
-        per_token = memory.kv_bytes_per_token(self.spec, servers.tp)
+        width = state.WIDTH[rollout.dtype]
+        per_token = memory.kv_bytes_per_token(self.spec, servers.tp, width)
         longest = min_server_context(self.config)
         capacity = int(memory.kv_cache_bytes(self.rollout) / per_token)
         if capacity >= longest:
@@ -171,7 +172,8 @@ class Plan:
     def disk_bytes(self) -> float:
         """The maximum number of checkpoints and the exported models."""
         models = state.trained_models(self.config, self.spec).values()
-        exported_bytes = 2 * sum(state.num_parameters(model) for model in models)  # bf16
+        width = state.WIDTH[self.config.precision.dtype]
+        exported_bytes = width * sum(state.num_parameters(model) for model in models)
         checkpoints_bytes = self.checkpoint_bytes * self.num_checkpoints
         return (checkpoints_bytes + exported_bytes) * constants.FREE_DISK_FACTOR.value
 

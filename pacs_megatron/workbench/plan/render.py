@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.runtime.files import GIB
 from pacs_megatron.workbench.plan import memory, timing
+from pacs_megatron.workbench.plan.activations import head_bytes
 from pacs_megatron.workbench.plan.plan import Plan
 from pacs_megatron.workbench.plan.search import compared_plans, largest_budget
-from pacs_megatron.workbench.plan.state import Item, num_parameters, total_bytes
+from pacs_megatron.workbench.plan.state import Item, num_parameters
 
 _COMPARED_PHASES = {
     "rollout": "rollout",
@@ -214,7 +215,7 @@ def _disk_lines(plan: Plan) -> list[str]:
 # --------------------------------------------------------------------------------------- --compare
 def render_comparison(plan: Plan) -> str:
     """The same run on an H100 and an H200, each with and without recomputation and off-loading:
-    memory and seconds of each phase. `head` is the memory of a chunk of logits.
+    memory and seconds of each phase. `head` is the memory of the output layer.
     """
     titles = ("train", "servers", "head", "fits  s:", *_COMPARED_PHASES, "step")
     columns = "".join(f"{title:>10}" for title in titles)
@@ -230,12 +231,11 @@ def _compared_row(plan: Plan) -> str:
     granularity = config.parallel.recompute.granularity
     variant = f"  {plan.gpu.name:<5} {granularity:<10} {config.policy.offload:<8}"
 
-    last_stage = plan.stages[-1].items
-    head_items = [item for item in last_stage if item.name.startswith("output layer")]
+    tokens = config.batch.tokens_per_microbatch / plan.layout.cp
     values = [
         _gib(max(stage.total for stage in plan.stages)),
         "-" if plan.rollout is None else _gib(plan.rollout.total),
-        _gib(total_bytes(head_items)),
+        _gib(head_bytes(config, plan.spec, plan.layout, tokens)),
         f"{_fit(plan):<6}",
     ]
     for name in _COMPARED_PHASES.values():

@@ -26,7 +26,7 @@ from pacs_megatron.workbench.plan.memory import (
     sampler_weight_bytes,
     servers_per_feeder,
 )
-from pacs_megatron.workbench.plan.state import most_offloaded_bytes, num_parameters
+from pacs_megatron.workbench.plan.state import WIDTH, most_offloaded_bytes, num_parameters
 
 _GB = 1e9
 _TAIL_SEQUENCES = 8
@@ -357,7 +357,7 @@ def _rollout_phase(
     num_gpus = num_samplers * tp
 
     # Over its generation a response has half of its tokens on average.
-    per_token = kv_bytes_per_token(spec, tp)
+    per_token = kv_bytes_per_token(spec, tp, _sampler_width(config))
     mean_context = lengths.prompt + lengths.response / 2
     fit_cache = kv_cache_bytes(sampling) / (per_token * mean_context)
     limit = _max_concurrent(config)
@@ -401,11 +401,17 @@ def _max_concurrent(config: RunConfig) -> float:
     return math.inf
 
 
+def _sampler_width(config: RunConfig) -> int:
+    """Bytes of an element of the sampler's weights and cache, without quantization."""
+    rollout = config.rollout.embedded or config.rollout.sglang
+    return 2 if rollout is None else WIDTH[rollout.dtype]
+
+
 def _read_weight_bytes(config: RunConfig, spec: ModelSpec, tp: int, concurrent: float) -> float:
     """Bytes of weights that one GPU of a sampler reads in a decoding step."""
     rollout = config.rollout.sglang
     if rollout is None:
-        weight_bytes = 4 * num_parameters(spec) / tp
+        weight_bytes = _sampler_width(config) * num_parameters(spec) / tp
     else:
         weight_bytes = sampler_weight_bytes(rollout, spec) / tp
 

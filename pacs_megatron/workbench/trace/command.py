@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from pacs_megatron.config import LoadedConfig, load_config
@@ -21,12 +22,14 @@ from pacs_megatron.workbench.trace.estimate import (
     extrapolate,
     kinds_of_stages,
     layers_to_trace,
+    with_highest_peaks,
 )
 from pacs_megatron.workbench.trace.rank import TraceRequest, has_transformer_engine
 from pacs_megatron.workbench.trace.runs import trace_ranks
 
 _GROUP_SIZE = 8
 """samples of a traced group"""
+_PROMPT_TOKENS = 16
 _SMALL = 0.01
 """parts below this share of the peak have one line together"""
 
@@ -92,38 +95,52 @@ def _estimates(
     *,
     local_layers: bool,
 ) -> list[RankEstimate]:
-    """One rank of each kind of stage."""
+    """One rank of each kind of stage: the highest peaks of the first and a later update, and the
+    work of the later one.
+    """
     layout = plan.layout
     sizes = layers_to_trace(layout)
     request = _request(plan, config_path, overrides, local_layers=local_layers)
     stages = kinds_of_stages(layout)
+    # The first update of a step computes the output layer's gradients in the forward pass, the
+    # later ones may not.
+    indices = sorted({0, min(1, plan.config.batch.num_updates - 1)})
+
+    cases = list(product(stages, indices))
     requests = []
-    for stage in stages:
+    for stage, index in cases:
         rank = stage * (layout.world_size // layout.pp)  # Megatron's order: the stage varies last
         for size in sizes:
-            requests.append(replace(request, rank=rank, num_layers=size * layout.pp))
+            num_layers = size * layout.pp
+            requests.append(replace(request, rank=rank, num_layers=num_layers, index=index))
 
     traces = trace_ranks(loaded, requests)
-    estimates = []
-    for position, stage in enumerate(stages):
+    estimates: dict[int, RankEstimate] = {}
+    for position, (stage, _index) in enumerate(cases):
         first = 2 * position
         num_layers = len(layers_of_stage(plan.spec.num_layers, layout, stage))
         pair = (traces[first], traces[first + 1])
-        estimates.append(extrapolate(stage, num_layers, requests[first], pair, layout))
-    return estimates
+        estimate = extrapolate(stage, num_layers, requests[first], pair, layout)
+        if stage in estimates:
+            estimate = with_highest_peaks(estimate, estimates[stage])
+        estimates[stage] = estimate
+    return list(estimates.values())
 
 
 def _request(
     plan: Plan, config_path: Path, overrides: Sequence[str], *, local_layers: bool
 ) -> TraceRequest:
-    """An update whose micro-batches fill the token budget, and the pipeline."""
+    """An update whose micro-batches fill the token budget, and the pipeline.
+
+    Prompts are short, so that almost all positions pass the output layer.
+    """
     config = plan.config
     layout = plan.layout
     batches = 2 if layout.pp == 1 or layout.vpp is not None else 1
     longest = max_sequence_tokens(config)
     group_tokens = _GROUP_SIZE * min(longest, config.batch.tokens_per_microbatch // _GROUP_SIZE)
     groups_together = max(1, config.batch.tokens_per_microbatch // max(group_tokens, 1))
-    prompt = min(config.data.max_prompt_tokens, 512, group_tokens // _GROUP_SIZE // 2)
+    prompt = min(config.data.max_prompt_tokens, _PROMPT_TOKENS, group_tokens // _GROUP_SIZE // 2)
     return TraceRequest(
         config=str(config_path),
         overrides=list(overrides),
@@ -131,7 +148,6 @@ def _request(
         prompt_tokens=max(1, prompt),
         num_groups=layout.dp * layout.pp * batches * groups_together,
         group_size=_GROUP_SIZE,
-        index=min(1, config.batch.num_updates - 1),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pacs_megatron.contracts.layout import Layout
@@ -126,6 +126,21 @@ def extrapolate(
         traffic=tuple(traffic),
         syncs=per_update(line(_syncs)),
     )
+
+
+def with_highest_peaks(estimate: RankEstimate, other: RankEstimate) -> RankEstimate:
+    """The estimate with the higher peak of each phase.
+
+    Args:
+        estimate: of a rank.
+        other: of the same rank in another update.
+    """
+    peaks = {peak.phase: peak for peak in estimate.peaks}
+    for peak in other.peaks:
+        known = peaks.get(peak.phase)
+        if known is None or known.num_bytes < peak.num_bytes:
+            peaks[peak.phase] = peak
+    return replace(estimate, peaks=tuple(peaks.values()))
 
 
 def _times(key: str | tuple[str, ...], updates: int) -> int:

@@ -227,16 +227,17 @@ def test_a_mini_batch_on_the_device(tmp_path: Path) -> None:
         batches = policy._batches(make_part(facts, tokens, policy))
         values = []
         for b in batches:
-            for t in (b.input_ids, b.position_ids, b.labels):
+            for t in (b.input_ids, b.position_ids, b.labels, b.input_index):
                 values.append(t.nbytes)
         by_token = sum(values)
-        return by_token, sum(b.sample_of_token.nbytes for b in batches)
+        by_response = sum(b.sample_of_token.nbytes + b.slots.nbytes for b in batches)
+        return by_token, by_response
 
     ((by_token, by_response),) = run_ranks(on_rank, 1)
-    # As in `minibatch_bytes`, whose 16 other bytes of a response token are four fp32 results.
+    # As in `minibatch_bytes`, whose 20 other bytes of a response token are five fp32 values.
     fed = int((facts.lens - 1).sum())
     responses = int(facts.response_lens.sum())
-    assert (by_token, by_response) == (24 * fed, 8 * responses)
+    assert (by_token, by_response) == (32 * fed, 16 * responses)
 
 
 def test_chunk_of_logits_is_the_heads() -> None:

@@ -67,12 +67,12 @@ def test_state_of_two_layers_by_hand() -> None:
 def test_an_update_leaves_no_graph_of_recomputed_experts() -> None:
     """Megatron's dispatcher kept the router's probabilities, and so each layer's input and its
     gradient until the next forward pass: 0.08 GiB a layer here, which the next update had beside
-    its own.
+    its own. It kept the order of the tokens too, 1.4 MiB a layer here.
     """
     traced = trace(request_of(EXPERTS))
 
     left = traced["live_after"]["update"] - traced["peaks"]["build"]["num_bytes"]
-    assert left < 0.02 * GIB
+    assert left < 0.004 * GIB
 
 
 DEVICE_ERRORS = {

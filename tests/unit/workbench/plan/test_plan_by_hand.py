@@ -47,13 +47,16 @@ def test_8b_with_tp2_on_eight_gpus() -> None:
     assert found(named, "master weights") == pytest.approx(4 * rank / 4, rel=0.03)
     # Saved a token and layer: four times the hidden state over tp; queries and keys before their
     # norm, queries, attention output, keys and values after it; both halves of the MLP and their
-    # product; the softmax's sum, fp32.
-    layer = 2 * (4 * 4096 / 2 + (5120 + 2 * 4096 + 2 * 1024) / 2 + 3 * 12288 / 2) + 4 * 32 / 2
-    assert found(named, "activations") == pytest.approx(36 * 9216 * layer, rel=0.03)
-    # A chunk: 1/512 of the memory in elements, of 75,968 columns: fp32 logits and exponentials,
-    # bf16 logits and gradient.
+    # product; in fp32 the softmax's sum and the scales of the norms.
+    layer = 2 * (4 * 4096 / 2 + (5120 + 2 * 4096 + 2 * 1024) / 2 + 3 * 12288 / 2)
+    layer += 4 * (32 + 32 + 8) / 2 + 8 / 2
+    state = 2 * 4096 / 2
+    assert found(named, "activations") == pytest.approx(9216 * (36 * layer + state), rel=1e-3)
+    # A chunk: 1/512 of the memory in elements, of 75,968 columns: logits, shifted logits and
+    # exponentials, fp32. Hidden states: of all positions, this rank's and all ranks'; of the
+    # predicting ones, and their gradient.
     rows = H100_BYTES / 512 / 75968
-    head = rows * 75968 * (4 + 4 + 2 + 2) + 75968 * 4096 * (4 + 2) + 2 * 2 * 4096 * 9216
+    head = rows * 75968 * 12 + 75968 * 4096 * 4 + (1 / 2 + 1 + 1 + 1) * 2 * 4096 * 9216
     assert found(named, "output layer") == pytest.approx(head, rel=0.03)
 
 
@@ -71,34 +74,76 @@ def test_14b_with_tp4_on_one_node_of_eight() -> None:
     assert found(named, "weights") == pytest.approx(2 * rank, rel=0.03)
     assert found(named, "gradients") == pytest.approx(4 * rank, rel=0.03)
     assert found(named, "Adam moments") == pytest.approx(8 * rank / 2, rel=0.03)
-    layer = 2 * (4 * 5120 / 4 + (6144 + 2 * 5120 + 2 * 1024) / 4 + 3 * 17408 / 4) + 4 * 40 / 4
-    assert found(named, "activations") == pytest.approx(40 * 9216 * layer, rel=0.03)
+    layer = 2 * (4 * 5120 / 4 + (6144 + 2 * 5120 + 2 * 1024) / 4 + 3 * 17408 / 4)
+    layer += 4 * (40 + 40 + 8) / 4 + 8 / 4
+    assert found(named, "activations") == pytest.approx(9216 * (40 * layer + 2560), rel=1e-3)
     rows = H100_BYTES / 512 / 37984
-    head = rows * 37984 * 12 + 37984 * 5120 * 6 + 2 * 2 * 5120 * 9216
+    head = rows * 37984 * 12 + 37984 * 5120 * 4 + (1 / 4 + 1 + 1 + 1) * 2 * 5120 * 9216
     assert found(named, "output layer") == pytest.approx(head, rel=0.03)
 
 
 def test_recomputation_by_hand() -> None:
-    """Qwen3-8B: full recomputation keeps one input a layer; `mlp` drops three of its tensors and
-    keeps one layer's copy.
+    """Qwen3-8B: full recomputation keeps one input a layer, and the last output. `mlp` drops three
+    of a layer's tensors and the output of the norm before it. `core_attn` keeps the product of
+    queries, keys and values instead of the values alone. `layernorm` drops nothing, because
+    Transformer Engine fuses both norms with what follows.
     """
-    none, full, mlp = (
-        items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml", *overrides))
-        for overrides in (
-            [],
-            ["parallel.recompute.granularity=full"],
-            ["parallel.recompute.granularity=selective", "parallel.recompute.modules=[mlp]"],
+    none = found(items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml")), "activations")
+
+    full = items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml", "parallel.recompute.granularity=full"))
+    assert found(full, "layer inputs kept") == pytest.approx(37 * 9216 * 2 * 4096 / 2)
+
+    changes = {
+        "mlp": -2 * (3 * 12288 / 2 + 4096 / 2),
+        "core_attn": 2 * (4096 + 1024) / 2 - 4 * 32 / 2,
+        "layernorm": 0.0,
+    }
+    for module, change in changes.items():
+        overrides = (
+            "parallel.recompute.granularity=selective",
+            f"parallel.recompute.modules=[{module}]",
         )
+        some = items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml", *overrides))
+        assert found(some, "activations") - none == pytest.approx(36 * 9216 * change)
+
+
+def test_recomputed_experts_by_hand() -> None:
+    """Qwen3-30B-A3B with ep 8: hidden 2048, 32 query and 4 KV heads of 128, 8 of 128 experts of
+    width 768.
+    """
+    overrides = ["batch.tokens_per_microbatch=40960"]
+    named = items(plan_of("pacs-qwen3-30b-a3b-4n8g-ep8.yaml", *overrides))
+    assert found(named, "layer inputs kept") == 49 * 40960 * 2 * 2048
+
+    # The fullest rank has 1.3 times the mean of the tokens. Of the layer, without its input: three
+    # hidden states; queries three times, keys twice, values; the experts' inputs, both halves and
+    # product; scales; the router.
+    tokens = 8 * 1.3
+    layer = 2 * (3 * 2048 + 3 * 4096 + 2 * 512 + 512 + tokens * (2048 + 3 * 768))
+    layer += 4 * (32 + 32 + 4) + 8 + 128 * 9 + 8 * 24
+    assert found(named, "layers being recomputed") == pytest.approx(40960 * layer)
+
+    # The permuted tokens; those received, processed, and sorted back.
+    working = 2 * 2048 * (8 + 3 * tokens)
+    assert found(named, "working tensors") == pytest.approx(40960 * working)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_widths_follow_the_dtypes(dtype: str) -> None:
+    """Of 14B in fp32: gathered weights and the exported model; of fp32 servers: their cache."""
+    width = {"bf16": 2, "fp32": 4}[dtype]
+    plan = plan_of(
+        "pacs-qwen3-14b-2n8g-tp4.yaml",
+        f"precision.dtype={dtype}",
+        f"rollout.dtype={dtype}",
+        "rollout.sync.bucket_mib=1024",
     )
-    assert found(full, "layer inputs kept") == pytest.approx(36 * 9216 * 2 * 4096 / 2, rel=0.03)
-    assert found(full, "layers being recomputed") == pytest.approx(
-        found(none, "activations") / 36, rel=0.03
-    )
-    part = 9216 * 2 * 3 * 12288 / 2
-    assert found(none, "activations") - found(mlp, "activations") == pytest.approx(
-        36 * part, rel=0.03
-    )
-    assert found(mlp, "parts being recomputed") == pytest.approx(part, rel=0.03)
+    largest = 151936 * 5120
+    assert found(items(plan), "weight sync: a bucket") == 2**30 + width * largest
+
+    parameters = 14_768_307_200
+    checkpoints = plan.num_checkpoints * plan.checkpoint_bytes
+    assert plan.disk_bytes == pytest.approx(1.2 * (checkpoints + width * parameters))
 
 
 @pytest.mark.parametrize(("tp", "heads_per_gpu"), [(1, 4), (2, 2), (4, 1), (8, 1)])
@@ -106,7 +151,7 @@ def test_a_server_never_splits_a_kv_head(tp: int, heads_per_gpu: int) -> None:
     """48 layers with 4 KV heads of 128: keys and values in bf16."""
     spec = plan_of("pacs-qwen3-30b-a3b-4n8g-ep8.yaml").spec
 
-    assert kv_bytes_per_token(spec, tp) == 2 * 48 * heads_per_gpu * 128 * 2
+    assert kv_bytes_per_token(spec, tp, 2) == 2 * 48 * heads_per_gpu * 128 * 2
 
 
 @pytest.mark.parametrize("granularity", ["none", "full"])
