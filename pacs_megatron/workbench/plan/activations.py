@@ -111,7 +111,7 @@ def _kept_item(
 def _working_items(
     config: RunConfig, spec: ModelSpec, tokens: float, imbalance: float
 ) -> list[Item]:
-    """What one layer has beside the saved tensors: recomputed ones, and those of its operations."""
+    """Tensors of one layer beside the saved ones: recomputed ones, and those of its operations."""
     whole = layer_activation_bytes(config, spec, imbalance=imbalance)
     modules = _recomputed_modules(config)
     items = []
@@ -302,7 +302,7 @@ def _working_bytes(config: RunConfig, spec: ModelSpec, imbalance: float) -> floa
 
 
 def _kernel_item(config: RunConfig, spec: ModelSpec, layout: Layout) -> Item:
-    """What Transformer Engine keeps: cuBLAS workspaces, and an empty gradient for each shape of a
+    """Tensors of Transformer Engine: cuBLAS workspaces, and an empty gradient for each shape of a
     matrix, for the fused addition to the fp32 gradients.
     """
     shapes = set()

@@ -85,11 +85,12 @@ SGLANG_RELEASED_BYTES = Constant(
 
 # ---------------------------------------------------------------------------- speed of the trainer
 TRAIN_MFU = Constant(
-    value=0.40,
-    low=0.3,
-    high=0.5,
-    source="assumed: share of the bf16 peak in matrix products, without a bubble",
+    value=0.45,
+    low=0.35,
+    high=0.52,
+    source="docs/measurements/published_throughput.md",
 )
+"""Share of the bf16 peak in matrix products, without a bubble."""
 FORWARD_MFU = Constant(
     value=0.45,
     low=0.33,
@@ -97,11 +98,21 @@ FORWARD_MFU = Constant(
     source="assumed: share of the bf16 peak in a forward-only pass",
 )
 FP8_SPEEDUP = Constant(
-    value=1.3,
-    low=1.1,
-    high=1.5,
-    source="assumed: training step in FP8 against bf16",
+    value=1.74,
+    low=1.3,
+    high=1.85,
+    source="docs/measurements/published_throughput.md",
 )
+"""Matrix products of a training step in FP8 against bf16."""
+EXPERT_COPY_BYTES = Constant(
+    value=255e3,
+    low=100e3,
+    high=320e3,
+    source="docs/measurements/published_throughput.md",
+)
+"""Time of one copy of a token in one layer's experts beside its matrix products (exchange, sorting,
+launches; forward and backward), as bytes over NVLink.
+"""
 TP_LOSS = Constant(
     value=0.04,
     low=0.02,

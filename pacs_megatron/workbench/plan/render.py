@@ -159,8 +159,8 @@ def _time_lines(plan: Plan) -> list[str]:
     hours = plan.step_s * steps / 3600
     lines.append(
         f"the run, {steps} steps: {hours:,.1f} h, {hours * plan.num_gpus:,.0f} GPU-hours "
-        "(efficiencies are assumed, not measured on several GPUs; checkpoints and evaluation come "
-        "on top)"
+        "(efficiencies are published or assumed, not measured here; checkpoints and evaluation "
+        "come on top)"
     )
     return lines
 
@@ -221,7 +221,7 @@ def render_comparison(plan: Plan) -> str:
     columns = "".join(f"{title:>10}" for title in titles)
     lines = [_headline(plan), "", f"  gpu   recompute  offload {columns}"]
     lines.extend(_compared_row(variant) for variant in compared_plans(plan))
-    lines.extend(["", "Seconds are estimates from assumed efficiencies."])
+    lines.extend(["", "Seconds are estimates from published and assumed efficiencies."])
     return "\n".join(lines)
 
 

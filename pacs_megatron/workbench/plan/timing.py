@@ -3,11 +3,12 @@ Does not import torch.
 
 FLOPs follow Megatron-LM's `num_floating_point_operations`: two per multiply-add, attention scores
 counted in full rows but halved for causality. A test compares them with torch's counter. Seconds
-come from the FLOPs and the constants' assumed efficiencies; they are estimates, not measurements.
+come from the FLOPs and the constants' efficiencies, of which those of training are fitted to
+published throughputs (docs/performance.md); they are estimates, not measurements.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pacs_megatron.config.checks import max_response_tokens, max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
@@ -237,28 +238,77 @@ def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
 
 
 # ------------------------------------------------------------------------------------- the trainer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainWork:
+    """Work of all ranks."""
+
+    flops: float
+    expert_copies: float = 0.0
+    """copies of tokens that experts of all layers process, of updates; a forward pass alone counts
+    as a third
+    """
+    is_fp8: bool = False
+    overlaps_tp: bool = False
+    """whether `tp_comm_overlap` hides the exchange of tensor parallelism"""
+
+
 def train_seconds(
-    config: RunConfig, layout: Layout, gpu: Gpu, flops: float, lengths: Lengths, mfu: Constant
+    config: RunConfig, layout: Layout, gpu: Gpu, work: TrainWork, lengths: Lengths, mfu: Constant
 ) -> float:
-    """Seconds that all GPUs need, with pipeline bubble, TP and CP losses.
+    """Seconds that all GPUs need, with pipeline bubble, TP and CP losses, and experts' exchange.
 
     Args:
         config: the run.
         layout: of the trainer's ranks.
         gpu: of each rank.
-        flops: of all ranks.
+        work: of all ranks.
         lengths: mean lengths of the samples.
         mfu: share of the bf16 peak that one GPU reaches without these losses.
     """
+    options = config.parallel.megatron
+    work = replace(
+        work,
+        is_fp8=config.precision.fp8 is not None,
+        overlaps_tp=options.tp_comm_overlap,
+    )
+    return busy_seconds(work, layout, gpu, mfu) * (1 + bubble(config, layout, lengths))
+
+
+def busy_seconds(work: TrainWork, layout: Layout, gpu: Gpu, mfu: Constant) -> float:
+    """Seconds of a rank without the pipeline's bubble.
+
+    Args:
+        work: of all ranks.
+        layout: of the ranks.
+        gpu: of each rank.
+        mfu: share of the bf16 peak that one GPU reaches in matrix products without TP and CP.
+    """
     # bit_length() - 1 is the number of doublings of an axis.
     efficiency = mfu.value
-    efficiency *= (1 - constants.TP_LOSS.value) ** (layout.tp.bit_length() - 1)
+    if not work.overlaps_tp:
+        efficiency *= (1 - constants.TP_LOSS.value) ** (layout.tp.bit_length() - 1)
     efficiency *= (1 - constants.CP_LOSS.value) ** (layout.cp.bit_length() - 1)
-    if config.precision.fp8 is not None:
+    if work.is_fp8:
         efficiency *= constants.FP8_SPEEDUP.value
 
-    busy_s = flops / (layout.world_size * gpu.bf16_flops_s * efficiency)
-    return busy_s * (1 + bubble(config, layout, lengths))
+    products_s = work.flops / (gpu.bf16_flops_s * efficiency)
+    return (products_s + _exchange_s(work, gpu)) / layout.world_size
+
+
+def _exchange_s(work: TrainWork, gpu: Gpu) -> float:
+    """Seconds of all ranks' experts beside their matrix products."""
+    return work.expert_copies * constants.EXPERT_COPY_BYTES.value / (gpu.nvlink_gb_s * _GB)
+
+
+def train_span(work: TrainWork, layout: Layout, gpu: Gpu, mfu: Constant) -> tuple[float, float]:
+    """Shortest and longest time as factors on `busy_seconds`, by the ranges of its constants."""
+    busy_s = busy_seconds(work, layout, gpu, mfu)
+    exchange_frac = _exchange_s(work, gpu) / layout.world_size / busy_s
+    of_products = _inverse(mfu)
+    of_exchange = constants.EXPERT_COPY_BYTES.span
+    low = (1 - exchange_frac) * of_products[0] + exchange_frac * of_exchange[0]
+    high = (1 - exchange_frac) * of_products[1] + exchange_frac * of_exchange[1]
+    return low, high
 
 
 def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
@@ -281,6 +331,13 @@ def _step_forward_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) ->
     return forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
 
 
+def _step_expert_copies(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
+    """Copies of all tokens of a step that the experts of all layers process in one pass."""
+    if spec.moe is None:
+        return 0.0
+    return samples_per_step(config) * lengths.total * spec.num_layers * spec.moe.top_k
+
+
 def _forward_phase(
     config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, lengths: Lengths, num_passes: int
 ) -> Phase:
@@ -289,9 +346,13 @@ def _forward_phase(
     step_flops = _step_forward_flops(config, spec, lengths)
     flops = step_flops * num_passes / config.batch.updates_per_step
 
-    seconds = train_seconds(config, layout, gpu, flops, lengths, mfu)
+    passes = num_passes / config.batch.updates_per_step
+    copies = _step_expert_copies(config, spec, lengths) * passes / 3
+    work = TrainWork(flops=flops, expert_copies=copies)
+    seconds = train_seconds(config, layout, gpu, work, lengths, mfu)
     note = f"{num_passes} passes over a mini-batch"
-    return Phase("score and log-prob passes", seconds, flops, note, _inverse(mfu))
+    span = train_span(work, layout, gpu, mfu)
+    return Phase("score and log-prob passes", seconds, flops, note, span)
 
 
 def _update_phase(
@@ -316,14 +377,18 @@ def _update_phase(
     again_in_head = policy * head_frac
     executed = epoch + again_in_layers + again_in_head
 
-    seconds = train_seconds(config, layout, gpu, executed * epochs, lengths, mfu)
+    # A recomputed forward pass is a third of an update's exchange.
+    copies = _step_expert_copies(config, spec, lengths) * (1 + layers_frac / 3)
+    work = TrainWork(flops=executed * epochs, expert_copies=copies * epochs)
+    seconds = train_seconds(config, layout, gpu, work, lengths, mfu)
     both_models = " of both models" if critic else ""
     note = (
         f"{config.batch.num_updates} updates{both_models}, bubble "
         f"{bubble(config, layout, lengths):.0%}, of the time "
         f"{again_in_layers / executed:.0%} recomputes layers, {again_in_head / executed:.0%} logits"
     )
-    return Phase("updates", seconds, epoch * epochs, note, _inverse(mfu))
+    span = train_span(work, layout, gpu, mfu)
+    return Phase("updates", seconds, epoch * epochs, note, span)
 
 
 def _offload_phase(config: RunConfig, spec: ModelSpec, layout: Layout) -> Phase:
