@@ -60,7 +60,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         return parsed
     are_overrides = all("=" in word and not word.startswith("-") for word in unknown)
     if not are_overrides or not hasattr(parsed, "overrides"):
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = ""
+        if hasattr(parsed, "overrides"):
+            hint = "; options of a run are written as key=value, such as run.steps=5"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     parsed.overrides.extend(unknown)
     return parsed
 
@@ -220,6 +223,16 @@ def _add_results(verbs: _SubParsers) -> None:
         "--out",
         type=path_from,
         help="target folder; default: <run>/hf_exports/step_<n>",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="then upload it to this repository of the hub, with a model card",
+    )
+    parser.add_argument(
+        "--public",
+        action="store_true",
+        help="with --push: a new repository is public; default: private",
     )
     _add_no_verify(parser, "verify")
 

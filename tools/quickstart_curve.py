@@ -5,7 +5,6 @@ metrics of each seed.
 `docs/measurements/quickstart.zip`.
 """
 
-import re
 import sys
 import tempfile
 import zipfile
@@ -14,38 +13,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.observability.charts import (  # noqa: E402
-    HEIGHT,
-    WIDTH,
-    Chart,
-    Series,
-    line_chart,
-)
+from pacs_megatron.observability.charts import Chart, Series  # noqa: E402
 from pacs_megatron.observability.metrics import MetricsRow, read_metrics  # noqa: E402
+from pacs_megatron.observability.picture import picture  # noqa: E402
 
 MEASUREMENTS = ROOT / "docs" / "measurements"
 PANELS = (
     ("pass@1 on 96 held-out problems", "eval/test/pass@1"),
     ("distance to the label, mean |σ(ψ) − y|", "pacs/residual_mean"),
 )
-TITLE_HEIGHT = 24
-LEGEND_HEIGHT = 22
-# An image in a page has no style sheet but its own. The colours work on white and on dark.
-COLOURS = ("#2f74e0", "#d9660d", "#12876a")
-STYLE = """
-text{font:11px system-ui,sans-serif;fill:#7a8494}
-.title{font-size:13px;font-weight:600}
-.y{text-anchor:end}
-.x{text-anchor:middle}
-.grid{stroke:#8b95a5;stroke-opacity:.25}
-.cursor{display:none}
-.curve{fill:none;stroke-width:1.8}
-.faint{opacity:.28;stroke-width:1}
-"""
 
 
-def panel(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> str:
-    """The chart of metric `key`, one curve a seed, as the inside of an <svg>."""
+def chart(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> Chart:
+    """The curves of metric `key`, one a seed."""
     series = []
     for name, rows in runs.items():
         points = []
@@ -54,36 +34,7 @@ def panel(title: str, key: str, runs: dict[str, list[MetricsRow]]) -> str:
             if value is not None:
                 points.append((int(row["step"] or 0), float(value)))
         series.append(Series(name=name, points=points))
-
-    drawing = re.search(r"<svg[^>]*>(.*)</svg>", line_chart(Chart(title=title, series=series)))
-    assert drawing is not None
-    return (
-        f'<text class="title" x="48" y="14">{title}</text><g transform="translate(0 '
-        f'{TITLE_HEIGHT})">{drawing[1]}</g>'
-    )
-
-
-def picture(runs: dict[str, list[MetricsRow]]) -> str:
-    """All panels side by side over one legend."""
-    panels = []
-    for number, (title, key) in enumerate(PANELS):
-        drawing = panel(title, key, runs)
-        panels.append(f'<g transform="translate({number * WIDTH} 0)">{drawing}</g>')
-    top = TITLE_HEIGHT + HEIGHT
-    legend = [
-        f'<g transform="translate({48 + 90 * number} {top})"><rect class="dot s{number}" '
-        f'width="10" height="10" rx="3"/><text x="15" y="9">{name}</text></g>'
-        for number, name in enumerate(runs)
-    ]
-    colours = "".join(
-        f".curve.s{number}{{stroke:{colour}}}.dot.s{number}{{fill:{colour}}}"
-        for number, colour in enumerate(COLOURS)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(PANELS)} '
-        f'{top + LEGEND_HEIGHT}">'
-        f"<style>{STYLE}{colours}</style>{''.join(panels)}{''.join(legend)}</svg>\n"
-    )
+    return Chart(title=title, series=series)
 
 
 def committed_runs() -> dict[str, list[MetricsRow]]:
@@ -100,7 +51,8 @@ def committed_runs() -> dict[str, list[MetricsRow]]:
 
 def main() -> None:
     """Writes the picture."""
-    drawing = picture(committed_runs())
+    runs = committed_runs()
+    drawing = picture([chart(title, key, runs) for title, key in PANELS])
     (MEASUREMENTS / "quickstart" / "curve.svg").write_text(drawing, encoding="utf-8")
 
 

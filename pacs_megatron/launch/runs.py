@@ -333,7 +333,15 @@ def _scancel(jobs: list[str]) -> None:
 
 
 @report_wait("for the libraries to load and the export to end")
-def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = True) -> str:
+def export(
+    run_dir: Path,
+    *,
+    step: int | None,
+    out: Path | None,
+    verify: bool = True,
+    push: str | None = None,
+    public: bool = False,
+) -> str:
     """Writes the weights of a checkpoint for Hugging Face, and the critic's weights beside them.
 
     Args:
@@ -341,17 +349,24 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         step: step of the checkpoint; None: the newest.
         out: target folder; None: in the run folder.
         verify: whether to compare the checkpoint's files with its digests.
+        push: repository of the hub, `owner/name`, that receives the export; None: none.
+        public: whether a repository that `push` creates is public.
 
     Returns:
         The lines to print.
 
     Raises:
-        ConfigError: there is no such checkpoint, or `out` is None and the run folder is in use.
+        ConfigError: there is no such checkpoint, the hub does not take the upload, or `out` is None
+            and the run folder is in use.
         CheckpointError, ConversionError: the checkpoint is not readable.
     """
     from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
+    from pacs_megatron.launch.push import check_repository
+    from pacs_megatron.launch.push import push as upload
     from pacs_megatron.observability.logs import setup_logging
 
+    if push is not None:
+        check_repository(push)
     newest = newest_step(run_dir)
     if newest is None:
         raise ConfigError(
@@ -376,4 +391,6 @@ def export(run_dir: Path, *, step: int | None, out: Path | None, verify: bool = 
         for source, source_target in targets.items():
             options = ConversionOptions(out=source_target, verify_source=verify)
             lines.append(megatron_to_hf(source, options, step=None))
+        if push is not None:
+            lines.append(upload(target, push, run_dir, is_public=public))
         return "\n".join(lines)

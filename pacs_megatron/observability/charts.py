@@ -251,16 +251,14 @@ def _band_edges(values: Sequence[float], half_width: Sequence[float]) -> list[tu
 
 
 def _means(points: Sequence[Point]) -> Sequence[Point]:
-    """The moving mean of the values, centred at each point; its window is shorter at the ends, so
-    that it stays centred.
-    """
+    """The moving mean of the values; at the ends its window has the points of one side only."""
     half = max(2, round(len(points) * _MEAN_SHARE / 2))
     sums = list(accumulate((value for _, value in points), initial=0.0))
     means = []
     for number, (step, _) in enumerate(points):
-        reach = min(half, number, len(points) - 1 - number)
-        total = sums[number + reach + 1] - sums[number - reach]
-        means.append((step, total / (2 * reach + 1)))
+        start = max(0, number - half)
+        end = min(len(points), number + half + 1)
+        means.append((step, (sums[end] - sums[start]) / (end - start)))
     return _thin(means)
 
 

@@ -56,7 +56,9 @@ main{max-width:1320px;margin:0 auto;padding:20px clamp(12px,3vw,28px) 48px}
 .full{max-width:2400px}
 .full .charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr))}
 .sections{display:flex;flex-wrap:wrap;gap:0 12px}
-.sections section{flex:1 1 min(100%,380px);min-width:0}
+.sections section{min-width:0}
+.tables{display:flex;flex-wrap:wrap;gap:0 12px}
+.tables section{flex:1 1 auto;min-width:0;max-width:100%}
 h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.05rem;margin:32px 0 10px}
 p{margin:.3em 0}
@@ -102,6 +104,8 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem
 th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid var(--line);
 white-space:nowrap}
 th{color:var(--soft);font-weight:600}
+@media(max-width:600px){table{font-size:.8rem}
+th,td{padding:3px 10px 3px 0;white-space:normal;overflow-wrap:break-word}}
 .sample{margin-bottom:10px}
 .sample summary{display:flex;gap:4px 12px;flex-wrap:wrap;align-items:baseline}
 .sample summary::before{content:"\\25B8";color:var(--soft)}

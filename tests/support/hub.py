@@ -1,9 +1,10 @@
 """A loopback server with the parts of the hub's HTTP API that its real client uses to read
-repositories.
+repositories, and to upload to them.
 """
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import hashlib
 import json
@@ -21,6 +22,9 @@ _API = re.compile(
     r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?"
 )
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_UPLOAD = re.compile(
+    r"(?:/api/models)?/([^/]+/[^/]+?)(?:/|\.git/)(preupload/main|commit/main|info/lfs/objects/batch)"
+)
 LFS_SIZE = 4096
 """A file of at least this size is listed as a large file with its SHA-256."""
 
@@ -42,7 +46,52 @@ class Hub:
         self.ranges: list[tuple[str, str]] = []
         """(file name, Range header) of requests for a part"""
         self.downloads: list[str] = []
+        self.uploads: dict[str, dict[str, bytes]] = {}
+        """repository -> file name -> content"""
+        self.created: list[dict[str, Any]] = []
+        """requests for a new repository"""
+        self.tokens: set[str | None] = set()
+        """`Authorization` of the uploads"""
+        self.objects: dict[str, bytes] = {}
+        """SHA-256 -> content of large files"""
         self.url = ""
+
+    def receive(self, path: str, body: bytes) -> dict[str, Any] | None:
+        """The response to a request of an upload; None for another one."""
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            name = f"{self.created[-1]['organization']}/{self.created[-1]['name']}"
+            self.uploads.setdefault(name, {})
+            return {"url": f"{self.url}/{name}", "name": name, "id": name}
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+
+        match = _UPLOAD.fullmatch(path)
+        if match is None or match[1] not in self.uploads:
+            return None
+        if match[2].startswith("preupload"):
+            return {"files": [self._mode(file) for file in json.loads(body)["files"]]}
+        if match[2].endswith("batch"):
+            return {"objects": [self._place(each) for each in json.loads(body)["objects"]]}
+        for line in body.splitlines():
+            self._commit(match[1], **json.loads(line))
+        address = f"{self.url}/{match[1]}/commit/{COMMIT}"
+        return {"success": True, "commitOid": COMMIT, "commitUrl": address}
+
+    def _mode(self, file: dict[str, Any]) -> dict[str, Any]:
+        mode = "lfs" if file["size"] >= LFS_SIZE else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
+
+    def _place(self, entry: dict[str, Any]) -> dict[str, Any]:
+        upload = {"href": f"{self.url}/objects/{entry['oid']}"}
+        return {**entry, "actions": {"upload": upload}}
+
+    def _commit(self, repo: str, *, key: str, value: dict[str, Any]) -> None:
+        files = self.uploads[repo]
+        if key == "file":
+            files[value["path"]] = base64.b64decode(value["content"])
+        elif key == "lfsFile":
+            files[value["path"]] = self.objects[value["oid"]]
 
     def files(self, kind: str, repo: str) -> dict[str, Path]:
         folder = self.folders[kind][repo]
@@ -96,7 +145,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its meth
             self._answer()
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self._body()
+            path = unquote(urlsplit(self.path).path)
+            reply = None if hub.broken else hub.receive(path, body)
+            if reply is not None:
+                hub.tokens.add(self.headers.get("Authorization"))
+                self._json(reply)
+                return
             match = _API.fullmatch(unquote(urlsplit(self.path).path))
             if match is None or match[3] != "paths-info":
                 self._error(404, "RepoNotFound")
@@ -109,6 +164,21 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:  # noqa: C901  (its meth
             )
             files = hub.files(match[1], match[2])
             self._json([hub.entry(name, files[name]) for name in wanted if name in files])
+
+        def do_PUT(self) -> None:
+            """The content of a large file."""
+            hub.objects[self.path.rpartition("/")[2]] = self._body()
+            self._json({})
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding") != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)

@@ -75,7 +75,9 @@ def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture
     assert "data-parallel replicas" in capsys.readouterr().out
     for words in (["parallel.tp=2", "--rank", "4", "--nosuch=3"], ["--ranks", "4", "nosuch"]):
         assert main(["config", "explain", config, *words]) == 2
-        assert "unrecognized arguments" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "unrecognized arguments" in error
+        assert "options of a run are written as key=value" in error
 
 
 def test_config_explain(config: str, capsys: pytest.CaptureFixture[str]) -> None:

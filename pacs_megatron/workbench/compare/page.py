@@ -35,6 +35,10 @@ _LATEX = str.maketrans(
 )
 
 
+_CHART_PIXELS = 380
+"""Least width of a chart, where the screen has it"""
+
+
 def compare_html(comparison: RunComparison) -> str:
     """The page."""
     names = [method.label for method in comparison.methods]
@@ -49,20 +53,28 @@ def compare_html(comparison: RunComparison) -> str:
         "95 % intervals by stratified bootstrap over seeds; bands are the standard error over "
         "seeds.</small></p>",
         f'<div class="card">{verdicts}</div>',
-        f"<h2>Scores</h2>{_table(_score_rows(comparison))}",
-        f"<h2>Start and rise</h2>{_table(progress_rows(comparison))}",
-        f"<h2>Runs</h2>{_table(_run_rows(comparison))}",
     ]
+    tables = {
+        "Scores": _score_rows(comparison),
+        "Start and rise": progress_rows(comparison),
+        "Runs": _run_rows(comparison),
+    }
     if comparison.differences:
-        parts.append(f"<h2>What differs</h2>{_table(_difference_rows(comparison))}")
+        tables["What differs"] = _difference_rows(comparison)
+    drawn_tables = [
+        f"<section><h2>{heading}</h2>{_table(rows)}</section>" for heading, rows in tables.items()
+    ]
+    parts.append(f'<div class="tables">{"".join(drawn_tables)}</div>')
 
     sections = []
     for heading, charts in _sections(comparison):
         drawn = [line_chart(chart) for chart in charts if chart.series]
         if drawn:
-            # A section is as wide as its charts, so that short ones share a line.
+            # A section is as wide as its charts, so that short ones share a line and all charts
+            # have one size.
+            width = f"flex:{len(drawn)} 1 {_CHART_PIXELS * len(drawn)}px"
             sections.append(
-                f'<section style="flex-grow:{len(drawn)}"><h2>{heading}</h2>'
+                f'<section style="{width}"><h2>{heading}</h2>'
                 f'<div class="charts">{"".join(drawn)}</div></section>'
             )
     parts.append(f'<div class="sections">{"".join(sections)}</div>')

@@ -320,7 +320,7 @@ def places_of(figure: str, element: str) -> list[list[tuple[float, float]]]:
 
 
 def test_a_curve_of_many_points_is_faint_behind_its_moving_mean() -> None:
-    """The window is a twelfth of the points, centred, and shorter at the ends."""
+    """The window is a twelfth of the points; at the ends it has one side only."""
     values = np.random.default_rng(0).random(48)
     figure = line_chart(
         Chart(title="t", series=[Series(name="x", points=list(enumerate(values.tolist())))])
@@ -330,8 +330,7 @@ def test_a_curve_of_many_points_is_faint_behind_its_moving_mean() -> None:
     raw_y = np.array(raw)[:, 1]
     wanted = []
     for number in range(48):
-        reach = min(2, number, 47 - number)
-        wanted.append(raw_y[number - reach : number + reach + 1].mean())
+        wanted.append(raw_y[max(0, number - 2) : number + 3].mean())
     # The axis is linear, so a mean of values is a mean of places.
     np.testing.assert_allclose(np.array(smooth)[:, 1], wanted, atol=0.11)
     np.testing.assert_allclose(np.array(smooth)[:, 0], np.array(raw)[:, 0], atol=0.11)
@@ -377,3 +376,15 @@ def test_numbers() -> None:
     values = [0, 0.693147, 12.34, 123.456, 1234.5, 23456, 5e6, 2e10, 1.2e-5, -0.5]
     texts = ["0", "0.693", "12.3", "123.5", "1,234", "23.46k", "5M", "2.00e+10", "1.2e-05", "-0.5"]
     assert [format_number(value) for value in values] == texts
+
+
+def test_the_strong_line_stays_a_mean_at_its_ends() -> None:
+    """Values 0 and 1 in turn: the line is near the middle of the curve at both ends too."""
+    points = [(step, float(step % 2)) for step in range(120)]
+    drawing = line_chart(Chart(title="x", series=[Series(name="x", points=points)]))
+    faint, strong = re.findall(r'<polyline class="curve[^"]*" points="([^"]*)"', drawing)
+    heights = [float(point.partition(",")[2]) for point in faint.split()]
+    middle = (min(heights) + max(heights)) / 2
+    spread = max(heights) - min(heights)
+    means = [float(point.partition(",")[2]) for point in strong.split()]
+    assert all(abs(mean - middle) < 0.15 * spread for mean in (means[0], means[-1]))
