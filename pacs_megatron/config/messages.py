@@ -161,6 +161,8 @@ def _explain(detail: Detail, root: YamlNode, schema: type[Options]) -> str:
         return _choice_line(path, detail["input"], choices, root)
     if kind == "value_error":
         return _validator_line(str(detail["ctx"]["error"]), path, root, schema)
+    if kind in ("model_type", "model_attributes_type"):
+        return _section_line(path, detail["input"], root, schema)
     expected = _expected(detail["msg"]) + _type_advice(detail)
     return f"{key}={shown(detail['input'])}: expected {expected} ({where(path, root)})"
 
@@ -256,21 +258,40 @@ def _choice_line(path: KeyPath, value: object, choices: Sequence[str], root: Yam
     )
 
 
+def _section_line(path: KeyPath, value: object, root: YamlNode, schema: type[Options]) -> str:
+    """The line of a section that is not a mapping."""
+    key = dotted(path)
+    tag = TAGS.get(key)
+    if tag is not None:
+        names = list(strategies(key))
+        named = value if value in names else names[0]
+        example = f"{key}: {{{tag}: {named}}}"
+    else:
+        fields = list(fields_at(path, root, schema))
+        example = f"{path[-1] if path else key}: {{{fields[0]}: ...}}"
+        if len(fields) > 1:
+            example += f", with any of {', '.join(fields[:6])}"
+    return f"{key}={shown(value)}: expected a mapping; write {example} ({where(path, root)})"
+
+
 def _expected(message: str) -> str:
     """`an integer` of pydantic's `Input should be a valid integer`."""
     text = re.sub("^(Input should (be )?|Tuple should have )", "", message)
     text = text.partition(" after validation")[0]
-    text = text.replace("a valid dictionary or instance of", "a mapping of")
+    text = text.replace("a valid dictionary", "a mapping").replace("a valid tuple", "a list")
     return text.replace("a valid integer", "an integer").replace("a valid ", "a ")
 
 
 def _type_advice(detail: Detail) -> str:
     """How to write the value in YAML, for the types that users often write as another one."""
     kind = detail["type"]
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(detail["input"], str):
-        return ", not text; remove the quotes or write a plain value"
+    if kind == "bool_type" and isinstance(detail["input"], str):
+        return ", not text; write true or false"
+    if kind in ("int_type", "float_type") and isinstance(detail["input"], str):
+        example = "8192" if kind == "int_type" else "0.7 or 1e-6"
+        return f", not text; write a plain value without quotes and units, such as {example}"
     if kind == "string_type":
         return "; put it in quotes"
     if kind == "tuple_type":
-        return "; write a list: [a, b]"
+        return ": [a, b]"
     return ""

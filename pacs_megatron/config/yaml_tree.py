@@ -21,6 +21,7 @@ from pacs_megatron.errors import ConfigError
 Scalar = str | int | float | bool | None
 Plain = Scalar | list["Plain"] | dict[str, "Plain"]
 
+_OTHER_KINDS = (".csv", ".jsonl", ".parquet", ".py", ".safetensors")
 MAX_YAML_BYTES = 256 * 1024
 """Maximum size of a file or an override."""
 MAX_YAML_DEPTH = 32
@@ -111,9 +112,18 @@ def read_yaml(path: Path, display: str) -> YamlNode:
 
 def _read_text(path: Path, display: str) -> str:
     try:
+        if path.is_dir():
+            example = f", such as {display}/config.yaml" if (path / "config.yaml").is_file() else ""
+            raise ConfigError(
+                f"cannot read the configuration {display}: it is a folder; give a file{example}"
+            )
         if path.exists() and not path.is_file():
             raise ConfigError(
                 f"cannot read the configuration {display}: it is not a regular file; give a file"
+            )
+        if path.suffix in _OTHER_KINDS:
+            raise ConfigError(
+                f"{display}: {path.suffix} is no configuration; give a YAML file, see configs/runs/"
             )
         with path.open("rb") as file:
             data = file.read(MAX_YAML_BYTES + 1)

@@ -269,10 +269,7 @@ def _turns(row: DataRow, column: str) -> tuple[str | None, Any]:
 def _json_value(row: DataRow, column: str) -> Any:
     """The value of a further column. Raises DataError if JSON cannot contain it."""
     if not row.has(column):
-        raise DataError(
-            f"{row.where}: no column {column!r} of `extra_columns`, it has {row.names()}; correct "
-            "`extra_columns`"
-        )
+        raise DataError(f"{row.missing([column])}; correct `extra_columns`")
     value = row.get(column)
     if not _is_json(value):
         raise row.wrong(column, "text, a finite number, true, false, null, or lists and maps of it")
@@ -297,11 +294,7 @@ def _column(row: DataRow, names: tuple[str, ...]) -> str:
     for name in names:
         if row.has(name):
             return name
-    expected = " or ".join(map(repr, names))
-    raise DataError(
-        f"{row.where}: no column {expected}, it has {row.names()}; choose another preset or name "
-        "the columns"
-    )
+    raise DataError(f"{row.missing(names)}; correct `columns` or `preset`")
 
 
 def _answer_text(row: DataRow, name: str) -> str:
@@ -314,7 +307,8 @@ def _answer_text(row: DataRow, name: str) -> str:
             return str(value)
         case float() if math.isfinite(value):
             return str(int(value)) if value.is_integer() else repr(value)
-    raise row.wrong(name, "text or a number")
+    first = f" (an item of a list is {name + '.0'!r})" if isinstance(value, list) else ""
+    raise row.wrong(name, f"text or a number{first}")
 
 
 def _solution(row: DataRow, columns: Columns) -> str | None:

@@ -4,10 +4,11 @@ Local files are parsed here: `datasets` copies them into the user's cache, force
 column of mixed answers, and does not name the line of a malformed row.
 """
 
+import difflib
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -80,14 +81,29 @@ class DataRow:
                 return _MISSING
         return value
 
-    def names(self) -> str:
-        """The columns for messages; of a column of maps also the places inside it."""
+    def missing(self, columns: Sequence[str]) -> str:
+        """Why none of `columns` is found, for messages: the columns of the row, and one that is
+        spelled alike or has that name inside.
+        """
+        names = self._names()
+        close = [
+            *(name for name in names if name.rpartition(".")[2] in columns),
+            *(name for name in names if name.strip().casefold() == columns[0].strip().casefold()),
+            *difflib.get_close_matches(columns[0], names, n=1),
+        ]
+        listed = ", ".join(map(repr, names[:_MAX_NAMES])) or "none"
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        wanted = " or ".join(map(repr, columns))
+        return f"{self.where}: no column {wanted}, it has {listed}{hint}"
+
+    def _names(self) -> list[str]:
+        """The columns; of a column of maps also the places inside it."""
         names = []
         for column, value in self.values.items():
-            names.append(repr(column))
+            names.append(column)
             if isinstance(value, Mapping):
-                names += [repr(f"{column}.{part}") for part in value]
-        return ", ".join(names[:_MAX_NAMES]) or "none"
+                names += [f"{column}.{part}" for part in value]
+        return names
 
     def wrong(self, column: str, expected: str) -> DataError:
         """The error for a column with another value than `expected`."""
@@ -158,9 +174,7 @@ def matches(row: DataRow, where: Mapping[str, RowCondition]) -> bool:
 
 def _column_matches(row: DataRow, name: str, condition: RowCondition) -> bool:
     if not row.has(name):
-        raise DataError(
-            f"{row.where}: no column {name!r} of `where`, it has {row.names()}; correct `where`"
-        )
+        raise DataError(f"{row.missing([name])}; correct `where`")
     value = row.get(name)
     if condition.one_of is not None:
         return any(type(value) is type(item) and value == item for item in condition.one_of)
@@ -246,12 +260,24 @@ def find_source(text: str) -> Path | None:
     path = local_path(text)
     if _HUB_FILE.fullmatch(text):
         return None
+    if "://" in text and not text.startswith("hf://"):
+        raise DataError(
+            f"{text}: addresses are not read; give the path of a local file, a hub id, or "
+            "hf://datasets/OWNER/NAME/FILE"
+        )
     if path.suffix not in _READERS and not path.exists():
         if HUB_ID.fullmatch(text):
             return None
         raise DataError(f"{text}: no such file or folder, and not a hub id; expected {_FORMATS}")
     if not path.exists():
-        raise DataError(f"{path}: no such data file; correct the path (relative to {Path.cwd()})")
+        hint = ""
+        if "$" in text:
+            hint = "; variables such as $HOME are not replaced here"
+        elif "*" in text:
+            hint = "; patterns are not expanded: list the files in more_paths, or give a folder"
+        raise DataError(
+            f"{path}: no such data file; correct the path (relative to {Path.cwd()}){hint}"
+        )
     if not path.is_dir() and path.suffix not in _READERS:
         raise DataError(
             f"{path}: {path.suffix or 'no suffix'} is no supported data file; expected {_FORMATS}"
@@ -265,9 +291,26 @@ def _read_jsonl(path: Path) -> Iterator[DataRow]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
+        if not index:
+            _check_first_line(line, where)
         value = parse_json(line.rstrip(b"\n"), str(path), line=number)
         yield DataRow(index=index, where=where, values=as_object(value, where))
         index += 1
+
+
+def _check_first_line(line: bytes, where: str) -> None:
+    """Raises DataError if the first line shows another kind of file."""
+    text = line.decode("utf-8", "replace").lstrip("\ufeff").strip()
+    if text.startswith("["):
+        raise DataError(
+            f"{where}: expected a JSON object, got an array; name a file with one array .json"
+        )
+    # A damaged object, or bytes that are no text, have their own messages.
+    if not text.startswith("{") and text.isprintable() and ("," in text or ";" in text):
+        raise DataError(
+            f"{where}: expected a JSON object, got {shown(text)}; is it a table of a spreadsheet? "
+            "Save it as .parquet or .jsonl"
+        )
 
 
 def _read_json(path: Path) -> Iterator[DataRow]:

@@ -18,6 +18,8 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
 _STOPS_OF_SGLANG = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Tokens on which SGLang 0.5.23 always stops (srt/utils/hf_transformers/common.py)"""
+_FILES = ("*token*", "vocab*", "*.model", "*.bpe", "merges.txt")
+"""Names of a tokenizer's files"""
 _LOAD_LIMIT_S = 120.0
 _LOAD_MEMORY_BYTES = 4 * 2**30
 
@@ -36,6 +38,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
             is_file(file)  # raises: transformers would use defaults in place of a lost link
             check_content(file)
 
+    if is_local and not _has_tokenizer(folder):
+        models = [file.parent.name for file in sorted(folder.glob("*/config.json"))]
+        hint = f", such as {path.rstrip('/')}/{models[0]}" if models else ""
+        raise DataError(
+            f"tokenizer {path}: the folder has no tokenizer.json; copy the files of the model's "
+            f"tokenizer into it, or correct model.path{hint}"
+        )
     wait = report_wait(f"for the tokenizer of {path}") if is_local else hub_wait(path)
     try:
         with wait:
@@ -58,6 +67,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise DataError(
             f"tokenizer {path}: transformers could not load it: {reason}; {fix}"
         ) from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether any file of the folder may be a tokenizer's."""
+    return any(any(folder.glob(name)) for name in _FILES)
 
 
 def _fix_of(error: Exception, *, is_local: bool) -> str:

@@ -151,7 +151,7 @@ def _can_bind(signature: inspect.Signature, count: int) -> bool:
 def find_file(function: str) -> Path | None:
     """The file of `path/to/file.py:function`, None for a module's function. Raises ConfigError."""
     path, _, attribute = function.rpartition(":")
-    if not path or not attribute:
+    if not path or not attribute or path.endswith(":"):
         raise ConfigError(
             f"reward.function={function!r}: expected module:function or path/to/file.py:function"
         )

@@ -27,7 +27,7 @@ from pacs_megatron.errors import ConfigError
         ),
         (
             "name: x\npython: /usr/bin/python",
-            "python='/usr/bin/python': expected a tuple; write a list: [a, b] (site.yaml:2)",
+            "python='/usr/bin/python': expected a list: [a, b] (site.yaml:2)",
         ),
         (
             "name: x\ncontainer: {runtime: docker, image: y}",

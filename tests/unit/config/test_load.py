@@ -143,8 +143,8 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         ),
         (
             ["run.steps='3'"],
-            "run.steps='3': expected an integer, not text; remove the quotes or write a plain "
-            "value (override)",
+            "run.steps='3': expected an integer, not text; write a plain value without quotes and "
+            "units, such as 8192 (override)",
         ),
         (["run.steps=1.5"], "run.steps=1.5: expected an integer (override)"),
         (["run.steps=true"], "run.steps=True: expected an integer (override)"),
@@ -164,11 +164,14 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
             ["precision.dtype=bf61"],
             "precision.dtype='bf61': expected one of fp32, bf16; did you mean bf16? (override)",
         ),
-        (["batch=3"], "batch=3: expected a mapping of BatchOptions (override)"),
+        (
+            ["batch=3"],
+            "batch=3: expected a mapping; write batch: {prompts_per_step: ...}, with any of ",
+        ),
         (["reward.timeout_s=[1]"], "reward.timeout_s=[1]: expected a number (override)"),
         (["data.train.limit=-1"], "data.train.limit=-1: expected greater than 0 (override)"),
         (["evaluation.k=[]"], "evaluation.k=[]: expected at least 1 item (override)"),
-        (["evaluation.k=3"], "evaluation.k=3: expected a tuple; write a list: [a, b] (override)"),
+        (["evaluation.k=3"], "evaluation.k=3: expected a list: [a, b] (override)"),
         (
             ["optimizer.lr"],
             "override 'optimizer.lr': expected key=value with a dotted key, such as "

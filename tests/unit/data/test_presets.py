@@ -261,5 +261,5 @@ def test_a_further_column_that_json_cannot_contain_is_an_error(value, message):
 
 
 def test_a_further_column_that_is_missing_is_an_error():
-    with pytest.raises(DataError, match=r"no column 'kin' of `extra_columns`, it has 'q', 'a'"):
+    with pytest.raises(DataError, match=r"no column 'kin', it has 'q', 'a'; correct `extra_col"):
         further({"q": "q", "a": "1"}, "kin")

@@ -314,7 +314,7 @@ def test_more_paths_are_read_as_one_data_set(tmp_path):
     [
         (
             {"date": {"min": "2024-07-01"}},
-            "no column 'date' of `where`, it has 'problem', 'answer'",
+            "no column 'date', it has 'problem', 'answer'",
         ),
         ({"level": {"min": "2024-07-01"}}, "column 'level' is 'hard' .* a date or time"),
         ({"rank": {"min": "2024-07-01"}}, "column 'rank' is 0 .* a date or time"),

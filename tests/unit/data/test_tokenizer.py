@@ -61,7 +61,10 @@ def test_missing_folder(tmp_path):
 
 
 def test_folder_without_tokenizer(tmp_path):
-    assert "could not load it" in one_line(tmp_path)
+    assert "the folder has no tokenizer.json" in one_line(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert one_line(tmp_path).endswith(f"correct model.path, such as {tmp_path}/mine")
 
 
 def test_truncated_tokenizer(tmp_path):
