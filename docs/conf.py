@@ -45,7 +45,14 @@ _CONTENTS = {
         "../conversion/README",
         "../examples/README",
     ],
-    "Background": ["families", "compatibility", "experiments", "../CONTRIBUTING", "../CHANGELOG"],
+    "Background": [
+        "families",
+        "compatibility",
+        "experiments",
+        "releases",
+        "../CONTRIBUTING",
+        "../CHANGELOG",
+    ],
 }
 
 

@@ -8,4 +8,4 @@ import warnings
 # line of a run lists them.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
