@@ -166,8 +166,6 @@ _REQUIREMENTS: list[Requirement] = [
     (f"{_MEGATRON}.optimizer_cpu_offload", f"{_MEGATRON}.exp_avg_dtype", ("fp32",)),
     (f"{_MEGATRON}.optimizer_cpu_offload", f"{_MEGATRON}.exp_avg_sq_dtype", ("fp32",)),
     (f"{_MEGATRON}.optimizer_cpu_offload", "policy.offload", ("none",)),
-    ("policy.offload", "rollout.servers.colocated", (True,)),
-    ("policy.offload", "resources.nodes", (1,)),
     ("policy.routing", "rollout.engine", ("sglang",)),
     ("resources.rollout_nodes", "rollout.engine", ("sglang",)),
     ("resources.rollout_nodes", "rollout.servers.colocated", (False, None)),
@@ -287,13 +285,24 @@ def _ipc_problems(config: RunConfig) -> Iterator[str]:
     servers = rollout.servers
     are_on_other_gpus = servers is not None and servers.device == "cuda" and not servers.colocated
     # Which of several GPUs an external server uses is not known here.
-    may_be_elsewhere = servers is None and resources.nodes * resources.gpus_per_node > 1
+    num_gpus = resources.nodes * resources.gpus_per_node
+    may_be_elsewhere = servers is None and num_gpus > 1 and not rollout.url_ranks
     if resources.rollout_nodes or are_on_other_gpus or may_be_elsewhere:
         can_colocate = are_on_other_gpus and not resources.rollout_nodes
         fix = "set rollout.servers.colocated=true, or " if can_colocate else ""
         yield (
             "rollout.sync.transport=ipc passes handles of one host's memory, which a server on "
             f"another GPU or node cannot open; {fix}use broadcast or disk"
+        )
+
+
+def _offload_problems(config: RunConfig) -> Iterator[str]:
+    offload = config.policy.offload
+    if offload != "none" and not config.rollout.on_trainer_gpus:
+        yield (
+            f"policy.offload={offload} requires rollout.servers.colocated=true, got "
+            f"{_text(_value_at(config, 'rollout.servers.colocated'))}; change "
+            "rollout.servers.colocated, or remove policy.offload"
         )
 
 
@@ -316,11 +325,10 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
             f"multiple of {nodes}"
         )
 
-    if servers.colocated and nodes > 1 and rollout.sync.transport != "disk":
+    if servers.colocated and nodes > 1 and rollout.sync.transport == "broadcast":
         yield (
-            f"rollout.sync.transport={rollout.sync.transport} with rollout.servers.colocated=true "
-            f"on {key}={nodes}: ipc works on one host only, and broadcast requires trainer and "
-            "server on different GPUs; use disk"
+            f"rollout.sync.transport=broadcast with rollout.servers.colocated=true on {key}="
+            f"{nodes}: it requires trainer and server on different GPUs; use ipc or disk"
         )
     if servers.colocated and nodes > 1 and servers.visible_devices:
         yield (
@@ -610,6 +618,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _engine_problems,
     _requirement_problems,
     _ipc_problems,
+    _offload_problems,
     _server_problems,
     _ineffective_options,
     _batch_problems,

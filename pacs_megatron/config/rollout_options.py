@@ -270,6 +270,11 @@ class SglangRollout(RolloutEngineOptions):
     training step.
     """
 
+    url_ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
+    """Trainer rank on the first GPU of each of `urls`, which sends its weights with `ipc`. Batch
+    scripts set it for colocated servers on several nodes.
+    """
+
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the servers' weights. The policy's weights are cast to it for the transfer."""
 
@@ -324,6 +329,11 @@ class SglangRollout(RolloutEngineOptions):
             # A repeated server would get two concurrent weight updates.
             if self.urls.count(url) > 1:
                 raise ValueError(f"rollout.urls: {url} is named twice; name each server once")
+        if self.url_ranks and len(self.url_ranks) != len(self.urls):
+            raise ValueError(
+                f"url_ranks has {len(self.url_ranks)} ranks for {len(self.urls)} servers; give one "
+                "for each of `urls`, or remove it"
+            )
         if self.shares_gpus and self.servers is not None:
             raise ValueError(
                 "shares_gpus applies to external servers (`urls`); use servers.colocated=true "

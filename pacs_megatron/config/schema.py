@@ -160,8 +160,8 @@ RoutingKind = Literal["own", "replay_sampler"]
 
 class PolicyOptions(Options):
     offload: OffloadKind = "none"
-    """State of the trainer that moves to pinned host memory while colocated servers on one node
-    sample. `optimizer`: fp32 weights and moments; the gradients are freed. `all`: also the weights.
+    """State of the trainer that moves to pinned host memory while colocated servers sample.
+    `optimizer`: fp32 weights and moments; the gradients are freed. `all`: also the weights.
     """
 
     routing: RoutingKind = "own"

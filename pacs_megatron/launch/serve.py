@@ -33,7 +33,7 @@ from pacs_megatron.config.rollout_options import SglangServers
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.cores import publish_server_cores
-from pacs_megatron.runtime.environment import RankPlace
+from pacs_megatron.runtime.environment import RankPlace, visible_gpus
 from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import die_with_parent
@@ -41,10 +41,12 @@ from pacs_megatron.runtime.run_folder import ATTEMPT_VARIABLE, EXIT_CODE_FILE, r
 from pacs_megatron.runtime.waiting import report_wait
 
 if TYPE_CHECKING:
-    from pacs_megatron.sglang.server import ManagedServer
+    from pacs_megatron.sglang.server import ManagedServer, ServerSpec
 
 STOP_FILE = "stop"
 """File in the folder of URLs that marks the end of the trainer."""
+FIRST_RANK = "PACS_FIRST_RANK"
+"""Environment variable: first trainer rank of this node, of a process that serves beside ranks."""
 POLL_S = 0.5
 _log = logging.getLogger("pacs_megatron.launch.serve")
 
@@ -116,7 +118,9 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     Returns:
         The exit code.
     """
+    from pacs_megatron.sglang.api import RELEASED_VERSION
     from pacs_megatron.sglang.build import server_specs, start_servers
+    from pacs_megatron.sglang.weights.server_sync import release
 
     node = _node()
     rollout = config.rollout.sglang
@@ -133,13 +137,28 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     servers = start_servers(specs, rollout.servers.start_timeout_s, ending.is_due)
     pool = ThreadPoolExecutor(len(servers))
     try:
-        lines = [f"{server.url}\n".encode() for server in servers]
+        if are_on_every_node(config):
+            # The trainer builds its model in this memory, and gives it back at the first update.
+            for server in servers:
+                release(server.api, rollout.sync.timeout_s, RELEASED_VERSION)
+        lines = [f"{server.url}{_rank_after(server.spec)}\n".encode() for server in servers]
         write_atomically(folder / f"{node}.urls", lines)
         return _watch(servers, rollout.servers, ending, pool)
     finally:
         for server in servers:
             server.close()
         pool.shutdown()  # last: it waits for restarts, which `close` ends
+
+
+def _rank_after(spec: ServerSpec) -> str:
+    """A space and the trainer rank on the server's first GPU; empty on a rollout node."""
+    from pacs_megatron.sglang.build import trainer_rank_of
+
+    first = os.environ.get(FIRST_RANK)
+    if first is None:
+        return ""
+    local_rank = trainer_rank_of(spec.visible_devices, visible_gpus(os.environ))
+    return f" {int(first) + local_rank}"
 
 
 def _node() -> str:
@@ -278,10 +297,15 @@ def wait_for_urls(
         code = exit_code()  # read before the files: the process writes them before it exits
         time.sleep(POLL_S)
 
-    urls: list[str] = []
-    for file in files:
-        urls += file.read_text(encoding="utf-8").split()
-    return urls
+    return [line[0] for line in _published(folder)]
+
+
+def _published(folder: Path) -> list[list[str]]:
+    """URL and, of a colocated server, trainer rank of each server, in the order of the nodes."""
+    lines: list[list[str]] = []
+    for file in sorted(folder.glob("*.urls")):
+        lines += [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+    return lines
 
 
 def _check_errors(folder: Path) -> None:
@@ -334,7 +358,7 @@ def attach(
     serving: subprocess.Popen[bytes] | None = None
     if place.local_rank == 0:
         arguments = [str(folder), str(config_path), *overrides]
-        serving = _start_serving(folder / f"serve-rank{place.rank}.log", arguments)
+        serving = _start_serving(folder / f"serve-rank{place.rank}.log", arguments, place.rank)
 
     def exit_code() -> int | None:
         return None if serving is None else serving.poll()
@@ -342,11 +366,17 @@ def attach(
     servers = config.rollout.managed_servers
     assert servers is not None
     urls = wait_for_urls(folder, config.resources.nodes, servers.start_timeout_s, exit_code)
-    return ["rollout.servers=null", f"rollout.urls=[{','.join(urls)}]", "rollout.shares_gpus=true"]
+    ranks = [rank for _, rank in _published(folder)]
+    return [
+        "rollout.servers=null",
+        f"rollout.urls=[{','.join(urls)}]",
+        f"rollout.url_ranks=[{','.join(ranks)}]",
+        "rollout.shares_gpus=true",
+    ]
 
 
-def _start_serving(log_file: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts `main` in a process that ends with this one."""
+def _start_serving(log_file: Path, arguments: Sequence[str], rank: int) -> subprocess.Popen[bytes]:
+    """Starts `main` in a process that ends with this one, the first rank of its node."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as log:
         return subprocess.Popen(
@@ -354,6 +384,7 @@ def _start_serving(log_file: Path, arguments: Sequence[str]) -> subprocess.Popen
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**os.environ, FIRST_RANK: str(rank)},
             start_new_session=True,  # it ignores signals to the ranks
             preexec_fn=lambda: die_with_parent(signal.SIGINT),
         )

@@ -19,6 +19,8 @@ _MAX_BYTES = 64 << 20
 """Size limit of a response."""
 FRESH_VERSION = "default"
 """The `weight_version` of a newly started server."""
+RELEASED_VERSION = "released"
+"""The `weight_version` of a newly started server that has released its memory to the trainer."""
 UPDATING = "updating"
 WARM_UP_RID = "warm-up"
 """Id of the request of `SglangApi.warm_up`."""

@@ -258,4 +258,6 @@ def _sending_rank(options: SglangRollout, index: int, devices: str | None = None
         return index
     if options.sync.transport == "disk":
         return 0
+    if options.url_ranks:
+        return options.url_ranks[index]
     return trainer_rank_of(devices, visible_gpus(os.environ))

@@ -31,6 +31,7 @@ from pacs_megatron.errors import PacsError, RolloutError, SyncError
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.sglang.api import (
     FRESH_VERSION,
+    RELEASED_VERSION,
     ServerRejectedError,
     SglangApi,
     WeightVersion,
@@ -52,6 +53,7 @@ SAMPLE_SIZE = 8
 
 A server's first update compares all.
 """
+_RELEASED_TAGS = ("kv_cache", "weights")
 FLUSH_TRIES = 20
 FLUSH_WAIT_S = 0.25
 
@@ -213,14 +215,8 @@ class ServerSync:
         self._each(self._release)
 
     def _release(self, target: _Target) -> None:
-        api = target.api
-        api.post("/pause_generation", {"mode": "abort"}, self._sync.timeout_s)
-        api.set_weight_version(updating_version(self.report.version))
-        # The server rejects this while a cancelled request still runs: a release of memory would
-        # crash it.
-        _flush_cache(api, required=True)
-        api.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-        self._released[api.url] = {"kv_cache", "weights"}
+        release(target.api, self._sync.timeout_s, updating_version(self.report.version))
+        self._released[target.api.url] = set(_RELEASED_TAGS)
 
     def _take_back(self, api: SglangApi, tag: Literal["kv_cache", "weights"]) -> None:
         """Gives memory that the server has released back to it."""
@@ -233,10 +229,12 @@ class ServerSync:
         api = target.api
         sync = self._sync
         placement = api.placement(self._probe_timeout_s)
-        if api.weight_version() == FRESH_VERSION:
-            # A (re)started server has its memory allocated, and its earlier process groups no
-            # longer exist.
-            self._released.pop(api.url, None)
+        found = api.weight_version()
+        if found in (FRESH_VERSION, RELEASED_VERSION):
+            # A (re)started server has its memory allocated or released as it reports, and its
+            # earlier process groups no longer exist.
+            tags = _RELEASED_TAGS if found == RELEASED_VERSION else ()
+            self._released[api.url] = set(tags)
             self._transport.forget(api)
             target.is_verified = False
         api.post("/pause_generation", {"mode": sync.pause}, sync.timeout_s)
@@ -340,6 +338,22 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
     num_experts = 0 if spec.moe is None else spec.moe.num_experts
     dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=num_experts)
     return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
+
+
+def release(api: SglangApi, timeout_s: float, version: str) -> None:
+    """Makes a colocated server release weights and KV cache, paused and marked as during an update.
+
+    Args:
+        api: of the server.
+        timeout_s: for running requests to end.
+        version: the `weight_version` that it reports then.
+    """
+    api.post("/pause_generation", {"mode": "abort"}, timeout_s)
+    api.set_weight_version(version)
+    # The server rejects this while a cancelled request still runs: a release of memory would crash
+    # it.
+    _flush_cache(api, required=True)
+    api.post("/release_memory_occupation", {"tags": list(_RELEASED_TAGS)})
 
 
 def _flush_cache(api: SglangApi, required: bool) -> None:

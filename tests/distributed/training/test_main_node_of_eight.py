@@ -114,6 +114,27 @@ def test_colocated_servers_with_several_gpus_each(tmp_path: Path, count: int, tp
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_colocated_servers_of_two_nodes_by_ipc(tmp_path: Path, offload: str) -> None:
+    """Each rank sends to the server on its own GPU; a handle of another node's GPU is rejected.
+
+    The servers start before the trainer has built its model, and release their memory to it.
+    """
+    more = ["rollout.servers.count=8", "rollout.sync.transport=ipc", f"policy.offload={offload}"]
+    if offload == "all":
+        more.append("rollout.servers.mem_fraction=0.6")
+    run = NodeRun(IN_TEST, tmp_path, more=tuple(more), nodes=2, gpus=4)
+    check_run(run)
+    config = load_config(run.run_dir / "config.yaml").config
+    assert config.rollout.sglang is not None
+    assert config.rollout.sglang.url_ranks == tuple(range(8))
+    assert [[server["gpus"] for server in host["servers"]] for host in run.hosts] == [
+        [[0], [1], [2], [3]],
+        [[0], [1], [2], [3]],
+    ]
+
+
+@pytest.mark.full
 def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_path: Path) -> None:
     """60 % of a GPU for servers: beside the trainer's whole state (37 GiB of 80) they would never
     start.

@@ -4,7 +4,6 @@ Slurm.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -299,9 +298,12 @@ def test_a_run_with_a_real_sglang_server_on_a_rollout_node_is_requeued(
 @pytest.mark.slurm
 @pytest.mark.sglang
 @pytest.mark.full
-def test_colocated_servers_on_two_nodes(nemo_run: None, slurm: Slurm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("disk", marks=pytest.mark.campaign)])
+def test_colocated_servers_on_two_nodes(
+    nemo_run: None, slurm: Slurm, tmp_path: Path, transport: str
+) -> None:
     """Each trainer node starts its own server; without GPUs the release of memory is a request
-    without effect.
+    without effect. With ipc each rank sends to the server of its own node.
     """
     interpreter = require_sglang()
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
@@ -313,7 +315,7 @@ def test_colocated_servers_on_two_nodes(nemo_run: None, slurm: Slurm, tmp_path: 
             "rollout=null",
             "rollout.engine=sglang",
             "rollout.dtype=fp32",
-            "rollout.sync.transport=disk",
+            f"rollout.sync.transport={transport}",
             "rollout.sync.verify=full",
         ),
         "rollout.sampling={max_response_tokens: 12, stop: [a, e, i, o, u, s, t, n, r, l]}",
@@ -325,12 +327,16 @@ def test_colocated_servers_on_two_nodes(nemo_run: None, slurm: Slurm, tmp_path: 
     assert fields["JobState"] == "COMPLETED", logs
     assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()] == [1, 2]
     servers = run_dir / "logs" / "latest" / "servers"
-    urls = {path.stem: path.read_text().split() for path in servers.glob("*.urls")}
-    assert sorted(urls) == ["n1", "n2"]
-    assert len(set(itertools.chain.from_iterable(urls.values()))) == 2
+    published = {path.stem: path.read_text().split() for path in sorted(servers.glob("*.urls"))}
+    assert [rank for _, rank in published.values()] == ["0", "1"]
+    assert list(published) == ["n1", "n2"]
+    assert len({url for url, _ in published.values()}) == 2
     # Both received requests: the start, the weights of every step, and the release before each
     # training step.
-    assert "2 servers" in logs
+    senders = {"ipc": 2, "disk": 1}[transport]
+    for rank in range(senders):
+        text = (run_dir / "logs" / f"rank{rank}.log").read_text()
+        assert f"bytes to {2 // senders} servers" in text
     deadline = time.monotonic() + 600
     while (left := running(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -20,8 +20,11 @@ from safetensors.torch import load_file
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.cluster import KERNEL_CACHES, ClusterConfig
+from pacs_megatron.launch.serve import attach
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.runtime.cores import COLOCATED_PART, allowed_cores, divide, split
+from pacs_megatron.runtime.environment import RankPlace
+from pacs_megatron.runtime.run_folder import ATTEMPT_VARIABLE
 from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
 from tests.support.node.servers import NUM_GPUS
 from tests.support.ranks import run_ranks
@@ -43,6 +46,9 @@ class NodeRun:
     faults: frozenset[Fault] = frozenset()
     more: tuple[str, ...] = ()
     emulates_fp8: bool = False
+    nodes: int = 1
+    gpus: int = NUM_GPUS
+    """ranks and colocated servers' GPUs of each node"""
     hosts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -101,7 +107,8 @@ class NodeRun:
             "run.dir": str(folder / "runs"),
             "run.steps": self.steps,
             "model.path": str(model),
-            "resources.nodes": 1,  # data-parallel replicas on one node of eight
+            "resources.nodes": self.nodes,  # data-parallel replicas on one node of eight
+            "resources.gpus_per_node": self.gpus,
             "batch.prompts_per_step": NUM_PROMPTS,
             "batch.samples_per_prompt": NUM_SAMPLES,
             "batch.tokens_per_microbatch": 256,
@@ -134,13 +141,15 @@ class NodeRun:
         model, scale = tiny_model(
             self.folder / "model", config.model.path, head_dim=16 if self.emulates_fp8 else 8
         )
-        sockets = [self.folder / f"host{i}" for i in range(1 + config.resources.rollout_nodes)]
+        num_hosts = self.nodes + config.resources.rollout_nodes
+        sockets = [self.folder / f"host{i}" for i in range(num_hosts)]
         gpu_bytes = GPU_BYTES[config.resources.gpu]
         hosts = [Host(path, gpu_bytes, scale, self.faults) for path in sockets]
         serving: list[subprocess.Popen[bytes]] = []
         try:
-            trainer, *rollout_hosts = hosts
-            python = self._python(trainer)
+            trainers = hosts[: self.nodes]
+            rollout_hosts = hosts[self.nodes :]
+            python = self._python(trainers[0])
             overrides = self.overrides(model, python)
             if rollout_hosts:
                 serving = [
@@ -149,19 +158,19 @@ class NodeRun:
                 urls = self._urls(len(rollout_hosts), serving)
                 overrides += ("rollout.servers=null", f"rollout.urls=[{','.join(urls)}]")
             on_gpus = config.rollout.on_trainer_gpus
-            codes = run_ranks(
-                lambda rank, _world: run_on_gpu(
-                    rank,
-                    self.config_path,
-                    overrides,
-                    trainer if on_gpus else None,
-                    scale,
-                    self.environment,
-                ),
-                NUM_GPUS,
-                init_process_group=False,
-            )
-            assert codes == [0] * NUM_GPUS
+
+            def run_rank(rank: int, world_size: int) -> int:
+                node = rank // self.gpus
+                host = trainers[node] if on_gpus else None
+                words = overrides
+                if self.nodes > 1:
+                    words += self._attached(rank, world_size, model, trainers[node])
+                gpu = rank % self.gpus
+                return run_on_gpu(gpu, self.config_path, words, host, scale, self.environment)
+
+            num_ranks = self.nodes * self.gpus
+            codes = run_ranks(run_rank, num_ranks, init_process_group=False)
+            assert codes == [0] * num_ranks
         finally:
             for process in serving:
                 process.send_signal(signal.SIGINT)
@@ -188,6 +197,22 @@ class NodeRun:
                 },
             )
 
+    def _attached(self, rank: int, world_size: int, model: Path, host: Host) -> tuple[str, ...]:
+        """`slurm/train.sbatch` on several nodes: each starts the servers on its GPUs."""
+        node, local_rank = divmod(rank, self.gpus)
+        os.environ |= {
+            **self.environment,
+            ATTEMPT_VARIABLE: str(self.folder),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.gpus),
+            "SLURMD_NODENAME": f"node{node}",
+            "PACS_NODE_ADDR": f"127.0.0.{node + 2}",
+        }
+        words = self.overrides(model, self._python(host))
+        place = RankPlace(rank, world_size, local_rank, self.gpus, "127.0.0.1", 1)
+        config = load_config(self.config_path, words).config
+        return tuple(attach(config, self.config_path, words, place))
+
     def _urls(self, num_hosts: int, serving: list[subprocess.Popen[bytes]]) -> list[str]:
         while len(files := sorted((self.folder / "servers").glob("*.urls"))) < num_hosts:
             logs = [path.read_text() for path in sorted(self.folder.glob("serve*.log"))]
@@ -209,7 +234,7 @@ def expected_cores(run: NodeRun, server: dict[str, Any]) -> list[int]:
     """Cores of a server of the node, whose GPUs have no NUMA nodes."""
     config = load_config(run.config_path, run.more).config
     part = COLOCATED_PART if config.rollout.on_trainer_gpus else Fraction(1)
-    shares = divide(allowed_cores(), [None] * NUM_GPUS)
+    shares = divide(allowed_cores(), [None] * run.gpus)
     cores: set[int] = set()
     return sorted(cores.union(*(split(shares[gpu], part)[1] for gpu in server["gpus"])))
 

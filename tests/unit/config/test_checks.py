@@ -31,6 +31,10 @@ SERVERS = [
     "rollout={engine: sglang, sync: {transport: disk}, sampling: {max_response_tokens: 512}, "
     "servers: {python: [python]}}",
 ]
+TWO_SERVERS = (
+    "rollout={engine: sglang, urls: ['http://n1:1', 'http://n2:1'], shares_gpus: true, sampling: "
+    "{max_response_tokens: 512}, sync: {transport: ipc}}"
+)
 AHEAD = [
     "rollout={engine: sglang, max_staleness: 1, urls: ['http://127.0.0.1:1'], sampling: "
     "{max_response_tokens: 512}, sync: {transport: disk}}"
@@ -263,6 +267,14 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "policy.offload=optimizer requires rollout.servers.colocated=true, got null",
         ),
         (
+            [SERVERS[0], TWO_SERVERS],
+            "rollout.sync.transport=ipc passes handles of one host's memory",
+        ),
+        (
+            [SERVERS[0], TWO_SERVERS, "rollout.url_ranks=[0]"],
+            "url_ranks has 1 ranks for 2 servers; give one for each of `urls`, or remove it",
+        ),
+        (
             [*AHEAD, "rollout.shares_gpus=true"],
             "rollout.max_staleness=1 requires rollout.shares_gpus=false",
         ),
@@ -369,6 +381,7 @@ def test_rejected(base: Path, overrides: list[str], expected: str) -> None:
         ],
         ["objective=null", "objective={name: dapo, overlong_length: 600, overlong_buffer: 100}"],
         ["reward.label_threshold=0.5"],
+        [SERVERS[0], TWO_SERVERS, "rollout.url_ranks=[0, 7]", "policy.offload=all"],
     ],
 )
 def test_accepted(base: Path, overrides: list[str]) -> None:

@@ -189,8 +189,10 @@ def test_a_process_that_ends_without_a_message_is_detected(tmp_path: Path) -> No
     (tmp_path / "n1.error").write_text('{"code": 2, "message": "no such model"}')
     with pytest.raises(ConfigError, match="node n1: no such model"):
         wait_for_urls(tmp_path, 1, 900.0, lambda: 2)
-    (tmp_path / "n1.urls").write_text("http://n1:1\n")
-    assert wait_for_urls(tmp_path, 1, 900.0, lambda: 0) == ["http://n1:1"]
+    (tmp_path / "n1.urls").write_text("http://n1:1 8\n")  # colocated, with its trainer rank
+    (tmp_path / "n0.urls").write_text("http://n0:1\nhttp://n0:2\n")
+    urls = ["http://n0:1", "http://n0:2", "http://n1:1"]
+    assert wait_for_urls(tmp_path, 2, 900.0, lambda: 0) == urls
 
 
 def test_a_signal_while_servers_start_ends_them(tmp_path: Path) -> None:
