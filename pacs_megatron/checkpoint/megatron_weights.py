@@ -53,15 +53,19 @@ class MegatronWeights:
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """The dtype in the checkpoint."""
-        return self._reader.dtype(MODEL_PREFIX + entry.checkpoint_key)
+        first_key, *_ = entry.checkpoint_shapes
+        return self._reader.dtype(MODEL_PREFIX + first_key)
 
     def get_entry(self, entry: Entry) -> torch.Tensor:
         """The full Megatron tensor, vocabulary padded. Safe from any thread."""
-        return self._reader.get(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
+        keys = [MODEL_PREFIX + key for key in entry.checkpoint_shapes]
+        parts = [self._reader.get(key, entry.expert) for key in keys]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def release_entry(self, entry: Entry) -> None:
         """Frees the memory of `get_entry`'s tensor. A later use of a view reads the file again."""
-        self._reader.release(MODEL_PREFIX + entry.checkpoint_key, entry.expert)
+        for key in entry.checkpoint_shapes:
+            self._reader.release(MODEL_PREFIX + key, entry.expert)
 
     def get(self, name: str) -> torch.Tensor:
         """One Hugging Face tensor. Reads the whole Megatron tensor that contains it."""
@@ -77,7 +81,10 @@ class MegatronWeights:
     def _check_keys(self) -> None:
         """Raises CheckpointError unless keys, dtypes and shapes are those of the table."""
         folder = self.path / DIST_FOLDER
-        expected = {MODEL_PREFIX + entry.checkpoint_key: entry for entry in self.table.entries}
+        expected = {}
+        for entry in self.table.entries:
+            for key, shape in entry.checkpoint_shapes.items():
+                expected[MODEL_PREFIX + key] = shape
         present = {
             key
             for key in self._reader.keys
@@ -90,18 +97,23 @@ class MegatronWeights:
             )
         for key in sorted(expected.keys() - present):
             raise CheckpointError(f"{folder} lacks {key}, which the table of family {family} needs")
-        for key, entry in expected.items():
-            if self.dtype(entry) not in WEIGHT_DTYPES:
-                raise CheckpointError(
-                    f"{folder}: {key} is {self.dtype(entry)}, which is no dtype of weights"
-                )
-        for key, entry in expected.items():
+        for key in expected:
+            dtype = self._reader.dtype(key)
+            if dtype not in WEIGHT_DTYPES:
+                raise CheckpointError(f"{folder}: {key} is {dtype}, which is no dtype of weights")
+        for key, expected_shape in expected.items():
             shape = self._reader.shape(key)
-            if shape != entry.checkpoint_shape:
+            if shape != expected_shape:
                 raise CheckpointError(
-                    f"{folder}: {key} is {list(shape)}, expected "
-                    f"{list(entry.checkpoint_shape)} from "
+                    f"{folder}: {key} is {list(shape)}, expected {list(expected_shape)} from "
                     f"{HF_FOLDER}/config.json; they belong to different models"
+                )
+        for entry in self.table.entries:
+            dtypes = {self._reader.dtype(MODEL_PREFIX + key) for key in entry.checkpoint_shapes}
+            if len(dtypes) > 1:
+                raise CheckpointError(
+                    f"{folder}: the parts of {entry.checkpoint_name} have different dtypes "
+                    f"({', '.join(sorted(map(str, dtypes)))}), but form one tensor"
                 )
 
 

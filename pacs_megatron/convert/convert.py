@@ -210,7 +210,8 @@ def _write_dist(
             certificate.add("hf", name, tensor)
         full = entry.to_megatron([_cast(tensors[name], cast, name) for name in entry.hf_names])
         certificate.add("megatron", entry.megatron_name, full)
-        writer.put(_piece(entry, full))
+        for piece in _pieces(entry, full):
+            writer.put(piece)
         for name in entry.hf_names:
             folder.release(name)
 
@@ -227,15 +228,22 @@ def _write_dist(
     return {f"{DIST_FOLDER}/{name}": fact for name, fact in facts.items()}
 
 
-def _piece(entry: Entry, full: torch.Tensor) -> Piece:
-    """A row as a part of the checkpoint: an expert is one slice of the tensor of all experts."""
+def _pieces(entry: Entry, full: torch.Tensor) -> list[Piece]:
+    """A row as tensors of the checkpoint: an expert is one slice of the tensor of all experts."""
+    shapes = entry.checkpoint_shapes
     offset = (0,) * full.dim()
-    data = full
+    parts = [full]
     if entry.expert is not None:
         offset = (entry.expert, *offset)
-        data = full[None]
-    key = MODEL_PREFIX + entry.checkpoint_key
-    return Piece(key=key, shape=entry.checkpoint_shape, offset=offset, data=data)
+        parts = [full[None]]
+    elif len(shapes) > 1:
+        lengths = [shape[0] for shape in shapes.values()]
+        parts = full.split(lengths)  # type: ignore[no-untyped-call]
+
+    pieces = []
+    for (key, shape), data in zip(shapes.items(), parts, strict=True):
+        pieces.append(Piece(key=MODEL_PREFIX + key, shape=shape, offset=offset, data=data))
+    return pieces
 
 
 def _check_metadata(folder: Path) -> None:

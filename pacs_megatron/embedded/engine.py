@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from pacs_megatron.config.rollout_options import EmbeddedRollout
 from pacs_megatron.contracts import Interrupted, Sample, SampleRequest, Span, Stop
@@ -89,7 +89,7 @@ class _Rows:
         """
         self.sampler.keep(alive)
         self.stops.keep(alive)
-        self.cache.batch_select_indices(alive)
+        _select_rows(self.cache, alive)
         self.number = self.number[alive]
         self.mask = self.mask[alive]
         self.positions = self.positions[alive]
@@ -146,7 +146,9 @@ class EmbeddedEngine(WeightInbox):
         self._model = _build(model_path, _DTYPES[options.dtype], self._device)
         super().__init__(self._model)
         self._eos = torch.tensor(sorted(vocabulary.eos_token_ids), device=self._device)
-        self._max_context = load_spec(model_path).max_context
+        spec = load_spec(model_path)
+        self._max_context = spec.max_context
+        self._is_hybrid = spec.delta is not None
 
     def stream(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool] | None = None
@@ -256,16 +258,18 @@ class EmbeddedEngine(WeightInbox):
         visible = (is_real[:, None, :] & is_causal[None]) | is_diagonal[None]
         positions = np.maximum(column[None, :] - pads[:, None], 0)
         device = self._device
-        cache = DynamicCache()
+        # By its config a hybrid gets states of gated delta nets beside keys and values.
+        cache = DynamicCache(config=self._model.config if self._is_hybrid else None)
         logits = self._forward(
             torch.from_numpy(ids).to(device),
             self._additive(visible)[:, None],
             torch.from_numpy(positions).to(device),
             cache,
+            torch.from_numpy(is_real).to(device),
         )
 
         row_of = torch.tensor(prompt_of, device=device)
-        cache.batch_select_indices(row_of)
+        _select_rows(cache, row_of)
         is_response = np.ones((len(prompts), max_tokens), dtype=bool)
         is_visible = np.concatenate([is_real, is_response], axis=1)
         rows = _Rows(
@@ -342,7 +346,12 @@ class EmbeddedEngine(WeightInbox):
         )
 
     def _forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: DynamicCache,
+        is_real: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits of the last column.
 
@@ -351,13 +360,16 @@ class EmbeddedEngine(WeightInbox):
             mask: [b, 1, columns, all columns of the cache], additive.
             positions: int64 [b, columns].
             cache: keys and values of the earlier columns; those of `ids` are added.
+            is_real: bool [b, columns], false where `ids` is padding; None: no padding.
 
         Returns:
             [b, v], in the model's dtype.
         """
+        # A gated delta net has no mask of columns: padding must not enter its state.
+        masks = {"full_attention": mask, "linear_attention": is_real}
         output = self._model(
             input_ids=ids,
-            attention_mask=mask,
+            attention_mask=masks if self._is_hybrid else mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -370,6 +382,15 @@ class EmbeddedEngine(WeightInbox):
         """The mask that is added to attention scores: 0 where `visible`, else -inf."""
         mask = torch.zeros(visible.shape, dtype=_DTYPES[self._options.dtype])
         return mask.masked_fill_(torch.from_numpy(~visible), -torch.inf).to(self._device)
+
+
+def _select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
+    """Keeps these rows of the cache, int64 [rows], in their order; one may occur several times."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.reorder_cache(rows)
+        else:
+            layer.batch_select_indices(rows)
 
 
 def _distinct_prompts(chunk: Sequence[SampleRequest]) -> tuple[list[np.ndarray], list[int]]:

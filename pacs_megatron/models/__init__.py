@@ -3,11 +3,12 @@
 Does not import torch.
 """
 
-from pacs_megatron.models.config_reader import ModelSpec, MoeSpec
+from pacs_megatron.models.config_reader import DeltaSpec, ModelSpec, MoeSpec
 from pacs_megatron.models.families import load_config, load_spec, read_spec, weight_table
 from pacs_megatron.models.table import Entry, WeightTable, canonical_name
 
 __all__ = [
+    "DeltaSpec",
     "Entry",
     "ModelSpec",
     "MoeSpec",

@@ -38,6 +38,23 @@ USED: Mapping[str, str] = {
 }
 """Key -> what it decides. The reader has each of them in the ModelSpec, or rejects its value."""
 
+_USED_IN_HYBRIDS: Mapping[str, str] = {
+    "full_attention_interval": "every such layer has attention, where layer_types is missing",
+    "linear_conv_kernel_dim": "tokens that the convolution of a delta net reads",
+    "linear_key_head_dim": "size of its key heads",
+    "linear_value_head_dim": "size of its value heads",
+    "linear_num_key_heads": "its heads of queries and keys",
+    "linear_num_value_heads": "its value heads",
+    "partial_rotary_factor": "part of a head that positions rotate",
+}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": "width of the shared expert"}
+USED_IN: Mapping[str, Mapping[str, str]] = {
+    "qwen3_next": {**_USED_IN_HYBRIDS, **_SHARED_EXPERT},
+    "qwen3_5_text": _USED_IN_HYBRIDS,
+    "qwen3_5_moe_text": {**_USED_IN_HYBRIDS, **_SHARED_EXPERT},
+}
+"""Family -> keys that are used in this family only"""
+
 
 class Rejected(NamedTuple):
     """A key whose value must be one of `unless`, null or missing."""
@@ -55,6 +72,7 @@ _PLAIN_SUM = "the residual stream is a plain sum"
 _PLAIN_ROUTER = "the router is a softmax over all experts and takes the largest"
 _ONE_ATTENTION = "every layer has the same full, causal attention"
 _ONE_PLACE = "positions rotate the whole head, in halves"
+_GATED = "the attention of a hybrid has a gate at its output"
 
 REJECTED: Mapping[str, Rejected] = {
     # Fields of the config classes, and keys that transformers reads from any config.
@@ -146,9 +164,24 @@ _REJECTED_IN: Mapping[str, Mapping[str, Rejected]] = {
     "mistral": {
         "layer_types": Rejected((), "transformers takes a config with it for Ministral"),
     },
+    # Servers read the first key; transformers reads neither.
+    "qwen3_next": {"attn_output_gate": Rejected((True,), _GATED)},
+    "qwen3_5_text": {"attn_output_gate": Rejected((True,), _GATED)},
+    "qwen3_5_moe_text": {
+        "attn_output_gate": Rejected((True,), _GATED),
+        "norm_topk_prob": Rejected((True,), "the probabilities of a token's experts sum to 1"),
+    },
 }
 """Family -> keys that are rejected in this family only"""
 
+_HYBRID_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {
         "num_key_value_heads": 32,
@@ -171,6 +204,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "llama": {"num_key_value_heads": None, "head_dim": None},
     "mistral": {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
+    "qwen3_next": {**_HYBRID_DEFAULTS, "num_key_value_heads": 2, "norm_topk_prob": True},
+    "qwen3_5_text": {**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {**_HYBRID_DEFAULTS, "num_key_value_heads": 2},
 }
 """Family -> transformers' value of a missing key. Other keys of `USED` that decide a number must be
 present, or have the same default in all families (`ConfigReader`).
@@ -186,6 +222,13 @@ keys are rejected.
 """
 NEUTRAL_ROPE_KEYS: Mapping[str, Any] = {"partial_rotary_factor": 1}
 """Key of rope_parameters that every type may have -> its only value"""
+_ROPE_KEYS_IN_HYBRIDS: Mapping[str, str] = {
+    "partial_rotary_factor": "part of a head that positions rotate",
+    "mrope_section": "none for text: its three positions are equal",
+    "mrope_interleaved": "none for text: its three positions are equal",
+}
+ROPE_KEYS_IN: Mapping[str, Mapping[str, str]] = dict.fromkeys(USED_IN, _ROPE_KEYS_IN_HYBRIDS)
+"""Family -> keys of rope_parameters of every type, with their effect"""
 
 
 def rejected_keys(family: str, *, is_dense: bool) -> dict[str, Rejected]:
@@ -193,8 +236,8 @@ def rejected_keys(family: str, *, is_dense: bool) -> dict[str, Rejected]:
     rejected = {**REJECTED, **_REJECTED_IN.get(family, {})}
     if is_dense:
         rejected |= _REJECTED_IF_DENSE
-    for key in _WITHOUT_EFFECT_IN.get(family, ()):
-        del rejected[key]
+    for key in (*_WITHOUT_EFFECT_IN.get(family, ()), *USED_IN.get(family, ())):
+        rejected.pop(key, None)
     return rejected
 
 

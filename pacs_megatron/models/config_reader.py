@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pacs_megatron.errors import ConversionError, shown
-from pacs_megatron.models.config_keys import DEFAULTS, NEUTRAL_ROPE_KEYS, ROPE_KEYS, rejected_keys
+from pacs_megatron.models.config_keys import (
+    DEFAULTS,
+    NEUTRAL_ROPE_KEYS,
+    ROPE_KEYS,
+    ROPE_KEYS_IN,
+    rejected_keys,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +25,34 @@ class MoeSpec:
     expert_ffn_size: int
     norm_topk_prob: bool
     """Divide the chosen experts' probabilities by their sum"""
+    shared_ffn_size: int = 0
+    """Intermediate size of the shared expert, which every token passes, with a gate; 0: none"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Gated delta nets in the place of some layers' attention (Yang et al., arXiv:2412.06464).
+
+    A model with them is a hybrid: the attention of its other layers has a gate at its output, and
+    its norms multiply by 1 + weight, except the delta net's own, which multiplies by its weight.
+    """
+
+    layers: tuple[bool, ...]
+    """Whether each layer has a delta net"""
+    num_key_heads: int
+    """Heads of queries and keys"""
+    num_value_heads: int
+    """A multiple of `num_key_heads`: each key head serves as many value heads"""
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    """Tokens that the causal convolution of queries, keys and values reads"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no
-    bias but on q, k and v.
+    bias but on q, k and v. Where `delta` is set, a hybrid.
     """
 
     family: str
@@ -48,6 +76,9 @@ class ModelSpec:
     """RMSNorm over head_dim on queries and keys, before the rotation"""
     qkv_bias: bool
     moe: MoeSpec | None
+    delta: DeltaSpec | None = None
+    rotary_dim: int | None = None
+    """Elements of a head that positions rotate, the first ones; None: all"""
     head: Literal["tokens", "value"] = "tokens"
     """Output of the last layer: logits of the vocabulary, or a critic's value"""
     dtype: str
@@ -78,6 +109,7 @@ _RANGES = {
     "factor": (1.0, 2.0**20),
     "low_freq_factor": (2.0**-20, 2.0**20),
     "high_freq_factor": (2.0**-20, 2.0**20),
+    "partial_rotary_factor": (2.0**-20, 1.0),
 }
 """Key of a float -> its least and largest value"""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -137,28 +169,37 @@ class ConfigReader:
                 f"({rule.reason}); {fix}"
             )
 
+    def layer_types(self, *supported: str) -> list[str] | None:
+        """`layer_types`, one a layer; None where the key is missing or null.
+
+        Raises ConversionError for another number of layers, or a type that is not supported.
+        """
+        layer_types = self.config.get("layer_types")
+        if layer_types is None:
+            return None
+        num_layers = self.integer("num_hidden_layers", MAX_LAYERS)
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            raise wrong_value(
+                "layer_types", layer_types, f"one entry for each of {num_layers} layers"
+            )
+        other_types = [kind for kind in layer_types if kind not in supported]
+        if other_types:
+            names = " and ".join(kind.replace("_", " ") for kind in supported)
+            raise ConversionError(
+                f"config.json: layer_types has {shown(other_types[0])}, which is not supported "
+                f"for {self.family} (a sliding-window or another attention); use a checkpoint "
+                f"with {names}"
+            )
+        return layer_types
+
     def reject_window(self, window: int | None, max_context: int) -> None:
-        """Raises ConversionError if a layer's attention is not full.
+        """Raises ConversionError if a layer's attention has a window that hides something.
 
         Args:
             window: sliding window that some layer uses, in tokens; None if no layer uses one.
             max_context: maximum length of a sequence; a window of at least this length hides
                 nothing.
         """
-        layer_types = self.config.get("layer_types")
-        if layer_types is not None:
-            num_layers = self.integer("num_hidden_layers", MAX_LAYERS)
-            if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-                raise wrong_value(
-                    "layer_types", layer_types, f"one entry for each of {num_layers} layers"
-                )
-            other_types = [kind for kind in layer_types if kind != "full_attention"]
-            if other_types:
-                raise ConversionError(
-                    f"config.json: layer_types has {shown(other_types[0])}, which is not supported "
-                    f"for {self.family} (a sliding-window or another attention); use a checkpoint "
-                    "with full attention"
-                )
         if window is not None and window < max_context:
             written = "" if "sliding_window" in self._written else ", transformers' default"
             raise ConversionError(
@@ -192,9 +233,32 @@ class ConfigReader:
         self._check_original_positions(scaling)
         return theta, {"rope_type": kind} | scaling
 
+    def rotary_dim(self, head_dim: int, default: float) -> int:
+        """Elements of a head that positions rotate: `partial_rotary_factor` of them.
+
+        The key is in the rope parameters, at the top, or in both places, which must agree.
+        """
+        key = "partial_rotary_factor"
+        factors = []
+        for source in (self._rope_parameters(), self.config):
+            if source.get(key) is not None:
+                factors.append(_number(key, source[key]))
+        factors = factors or [default]
+        if factors[0] != factors[-1]:
+            raise wrong_value(
+                key, factors[-1], f"{factors[0]} as in the rope parameters; remove one of them"
+            )
+        rotary_dim = int(head_dim * factors[0])
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise wrong_value(
+                key, factors[0], f"an even number of the {head_dim} elements of a head"
+            )
+        return rotary_dim
+
     def _check_rope_keys(self, parameters: Mapping[str, Any], kind: str) -> None:
         """Raises ConversionError for a key that this type of rotation does not use."""
         used = {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind]}
+        used |= ROPE_KEYS_IN.get(self.family, {}).keys()
         for key, value in parameters.items():
             if key in used or value is None:
                 continue

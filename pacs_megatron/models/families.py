@@ -5,7 +5,7 @@ config.json -> ModelSpec -> weight table.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ from pacs_megatron.models.config_reader import (
     MoeSpec,
     wrong_value,
 )
+from pacs_megatron.models.hybrid import (
+    DELTA_NET,
+    GATED_QKV,
+    SHARED_EXPERT_GATE,
+    delta_in_proj,
+    read_delta,
+    read_rotary_dim,
+)
 from pacs_megatron.models.table import (
     CRITIC_CLASS,
     Concat,
@@ -29,7 +37,12 @@ from pacs_megatron.models.table import (
 from pacs_megatron.runtime.json_reader import read_object
 
 ATTENTION = (
-    WeightRow("input_layernorm.weight", ("input_layernorm.weight",), Concat(("hidden",))),
+    WeightRow(
+        "input_layernorm.weight",
+        ("input_layernorm.weight",),
+        Concat(("hidden",)),
+        saved_as="self_attention.linear_qkv.layer_norm_weight",
+    ),
     WeightRow(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -56,10 +69,8 @@ QK_NORM = (
         "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Concat(("head_dim",))
     ),
 )
-MLP_NORM = (
-    WeightRow(
-        "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Concat(("hidden",))
-    ),
+_MLP_NORM = WeightRow(
+    "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Concat(("hidden",))
 )
 
 
@@ -85,10 +96,19 @@ def _mlp(megatron: str, hf: str, ffn: str) -> tuple[WeightRow, WeightRow]:
     )
 
 
-DENSE_MLP = _mlp("mlp", "mlp", "ffn")
+DENSE_MLP = (
+    replace(_MLP_NORM, saved_as="mlp.linear_fc1.layer_norm_weight"),
+    *_mlp("mlp", "mlp", "ffn"),
+)
 EXPERTS = (
+    # No linear layer follows this norm, so Transformer Engine does not fuse it.
+    _MLP_NORM,
     WeightRow("mlp.router.weight", ("mlp.gate.weight",), Concat(("experts", "hidden"))),
     *_mlp("mlp.experts.local_experts.{e}", "mlp.experts.{e}", "expert_ffn"),
+)
+SHARED_EXPERT = (
+    *_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_ffn"),
+    SHARED_EXPERT_GATE,
 )
 
 
@@ -120,7 +140,7 @@ def _window(config: ConfigReader) -> int | None:
 
 
 def _qwen_experts(config: ConfigReader) -> MoeSpec:
-    """A softmax top-k mixture in every layer, without shared experts."""
+    """A softmax top-k mixture in every layer."""
     # transformers 5 reads both keys and keeps the older one when it saves.
     experts_key = "num_experts" if config.optional_integer("num_experts") else "num_local_experts"
     num_experts = config.integer(experts_key, MAX_EXPERTS)
@@ -142,6 +162,18 @@ def _qwen_experts(config: ConfigReader) -> MoeSpec:
     return moe
 
 
+def _qwen_next_experts(config: ConfigReader) -> MoeSpec:
+    """The same with a shared expert."""
+    config.integer("num_experts", MAX_EXPERTS)  # its other name is none of this family
+    shared_ffn_size = config.integer("shared_expert_intermediate_size")
+    return replace(_qwen_experts(config), shared_ffn_size=shared_ffn_size)
+
+
+def _qwen35_experts(config: ConfigReader) -> MoeSpec:
+    """The same; the probabilities of a token's experts always sum to 1."""
+    return replace(_qwen_next_experts(config), norm_topk_prob=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model family: the rows of one layer, and what its config.json has beside the keys of all
@@ -153,23 +185,49 @@ class Family:
     """the sliding window that some layer uses, in tokens; None: no layer uses one"""
     experts: Callable[[ConfigReader], MoeSpec] | None = None
     """None: the MLP is dense"""
+    ffn_key: str = "intermediate_size"
+    """the key of `ModelSpec.ffn_size`"""
+    delta_rows: tuple[WeightRow, ...] = ()
+    """the rows of a layer with a gated delta net; empty: the family has none"""
 
+
+_HYBRID_ATTENTION = (ATTENTION[0], GATED_QKV, *ATTENTION[2:], *QK_NORM)
+_NEXT_DELTA_NET = (delta_in_proj(grouped=True), *DELTA_NET)
+_QWEN35_DELTA_NET = (delta_in_proj(grouped=False), *DELTA_NET)
 
 FAMILIES = {
     # Qwen2 and Qwen2.5, DeepSeek-R1-Distill-Qwen
-    "qwen2": Family(layer_rows=ATTENTION + QKV_BIAS + MLP_NORM + DENSE_MLP, window=_qwen_window),
+    "qwen2": Family(layer_rows=ATTENTION + QKV_BIAS + DENSE_MLP, window=_qwen_window),
     # 0.6B to 32B; head_dim apart from hidden / heads
-    "qwen3": Family(layer_rows=ATTENTION + QK_NORM + MLP_NORM + DENSE_MLP, window=_qwen_window),
+    "qwen3": Family(layer_rows=ATTENTION + QK_NORM + DENSE_MLP, window=_qwen_window),
     # 30B-A3B and 235B-A22B
     "qwen3_moe": Family(
-        layer_rows=ATTENTION + QK_NORM + MLP_NORM + EXPERTS,
+        layer_rows=ATTENTION + QK_NORM + EXPERTS,
         window=_qwen_moe_window,
         experts=_qwen_experts,
     ),
     # Llama 3.x, DeepSeek-R1-Distill-Llama
-    "llama": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
+    "llama": Family(layer_rows=ATTENTION + DENSE_MLP),
     # 7B v0.2 and later, Nemo, Small: with full attention
-    "mistral": Family(layer_rows=ATTENTION + MLP_NORM + DENSE_MLP),
+    "mistral": Family(layer_rows=ATTENTION + DENSE_MLP),
+    # Qwen3-Next-80B-A3B
+    "qwen3_next": Family(
+        layer_rows=_HYBRID_ATTENTION + EXPERTS + SHARED_EXPERT,
+        delta_rows=_NEXT_DELTA_NET + EXPERTS + SHARED_EXPERT,
+        experts=_qwen_next_experts,
+    ),
+    # The language models of Qwen3.5
+    "qwen3_5_text": Family(
+        layer_rows=_HYBRID_ATTENTION + DENSE_MLP,
+        delta_rows=_QWEN35_DELTA_NET + DENSE_MLP,
+    ),
+    "qwen3_5_moe_text": Family(
+        layer_rows=_HYBRID_ATTENTION + EXPERTS + SHARED_EXPERT,
+        delta_rows=_QWEN35_DELTA_NET + EXPERTS + SHARED_EXPERT,
+        experts=_qwen35_experts,
+        # Its config class has no intermediate_size, and no layer has a dense MLP.
+        ffn_key="moe_intermediate_size",
+    ),
 }
 """`model_type` of config.json -> family"""
 
@@ -179,6 +237,11 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
     config.reject_unsupported(is_dense=family.experts is None)
     moe = None if family.experts is None else family.experts(config)
 
+    is_hybrid = bool(family.delta_rows)
+    delta = read_delta(config) if is_hybrid else None
+    if not is_hybrid:
+        config.layer_types("full_attention")
+
     hidden_size = config.integer("hidden_size")
     num_heads, num_kv_heads, head_dim = _heads(config, hidden_size)
     theta, scaling = config.rope()
@@ -186,7 +249,7 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         family=config.family,
         num_layers=config.integer("num_hidden_layers", MAX_LAYERS),
         hidden_size=hidden_size,
-        ffn_size=config.integer("intermediate_size"),
+        ffn_size=config.integer(family.ffn_key),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -199,6 +262,8 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         qk_norm=QK_NORM[0] in family.layer_rows,
         qkv_bias=QKV_BIAS[0] in family.layer_rows,
         moe=moe,
+        delta=delta,
+        rotary_dim=read_rotary_dim(config, head_dim) if is_hybrid else None,
         dtype=config.dtype(),
     )
     config.reject_window(family.window(config), spec.max_context)
@@ -245,9 +310,9 @@ def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
         return spec
     # Servers choose the model by this class, so it must be one of the family's.
     class_name = str(architectures[0])
-    prefix = model_type.replace("_", "")
+    prefix = model_type.removesuffix("_text").replace("_", "")
     for suffix in ("ForCausalLM", CRITIC_CLASS):
-        if class_name.lower() == f"{prefix}{suffix}".lower():
+        if class_name.replace("_", "").lower() == f"{prefix}{suffix}".lower():
             return spec.critic() if suffix == CRITIC_CLASS else spec
     raise wrong_value(
         "architectures",
@@ -274,4 +339,9 @@ def load_spec(path: str | Path) -> ModelSpec:
 
 def weight_table(spec: ModelSpec) -> WeightTable:
     """The two-way table of every weight of this model."""
-    return build_table(spec, FAMILIES[spec.family].layer_rows)
+    family = FAMILIES[spec.family]
+    has_delta_net = (False,) * spec.num_layers
+    if spec.delta is not None:
+        has_delta_net = spec.delta.layers
+    rows = [family.delta_rows if delta else family.layer_rows for delta in has_delta_net]
+    return build_table(spec, rows)

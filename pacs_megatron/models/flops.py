@@ -36,11 +36,39 @@ class PassedTokens:
         self.outputs += float(output_lens.sum())
 
 
+def num_attention_layers(spec: ModelSpec) -> int:
+    """Layers with attention; the others have a gated delta net."""
+    return spec.num_layers if spec.delta is None else spec.delta.layers.count(False)
+
+
 def attention_parameters(spec: ModelSpec) -> int:
-    """Elements of one layer's matrices of queries, keys, values and the attention's output."""
+    """Elements of the matrices of all layers' attention: queries, keys, values and its output, in a
+    hybrid also its gate. Delta nets: input and output projection, and the convolution's kernels.
+    """
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
-    return spec.hidden_size * (2 * queries + 2 * keys)
+    delta = spec.delta
+    if delta is None:
+        return spec.num_layers * spec.hidden_size * (2 * queries + 2 * keys)
+
+    of_attention = spec.hidden_size * (3 * queries + 2 * keys)
+    delta_keys = delta.num_key_heads * delta.key_head_dim
+    delta_values = delta.num_value_heads * delta.value_head_dim
+    projected = 2 * delta_keys + 3 * delta_values + 2 * delta.num_value_heads
+    kernels = delta.conv_kernel * (2 * delta_keys + delta_values)
+    of_delta_net = spec.hidden_size * projected + kernels
+    num_attention = num_attention_layers(spec)
+    return num_attention * of_attention + (spec.num_layers - num_attention) * of_delta_net
+
+
+def _state_flops(spec: ModelSpec) -> int:
+    """FLOPs of one token in the states of all delta nets: by Megatron-LM's formula four products of
+    a value head's size squared.
+    """
+    if spec.delta is None:
+        return 0
+    products = 4 * spec.delta.num_value_heads * spec.delta.value_head_dim**2
+    return 2 * products * spec.delta.layers.count(True)
 
 
 def forward_flops(spec: ModelSpec, vocab_size: int, tokens: PassedTokens) -> float:
@@ -61,19 +89,20 @@ def forward_flops(spec: ModelSpec, vocab_size: int, tokens: PassedTokens) -> flo
     """
     mlp_width = spec.ffn_size
     if spec.moe is not None:
-        mlp_width = spec.moe.top_k * spec.moe.expert_ffn_size
+        mlp_width = spec.moe.top_k * spec.moe.expert_ffn_size + spec.moe.shared_ffn_size
     # Gate, up and down matrix of SwiGLU.
     mlp = 3 * spec.hidden_size * mlp_width
-    matrices = 2 * spec.num_layers * (attention_parameters(spec) + mlp) * tokens.inputs
+    matrices = 2 * (attention_parameters(spec) + spec.num_layers * mlp) * tokens.inputs
+    states = _state_flops(spec) * tokens.inputs
 
     # Scores and their product with the values: 2 * 2 * L * L for each element of the queries, half
     # of it masked.
     queries = spec.num_heads * spec.head_dim
-    attention = 2 * spec.num_layers * queries * tokens.squares
+    attention = 2 * num_attention_layers(spec) * queries * tokens.squares
 
     rows = 1 if spec.head == "value" else vocab_size
     head = 2 * spec.hidden_size * rows * tokens.outputs
-    return matrices + attention + head
+    return matrices + states + attention + head
 
 
 def total_flops(

@@ -33,6 +33,7 @@ def shape_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> list
     problems: list[str] = []
     for check in (
         _layer_problems,
+        _delta_problems,
         _expert_problems,
         _fp8_problems,
         _length_problems,
@@ -52,6 +53,8 @@ def _layer_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Ite
         ("num_attention_heads", shape.num_heads),
         _ffn_size(shape),
     ]
+    if shape.moe is not None and shape.moe.shared_ffn_size:
+        sizes.append(("shared_expert_intermediate_size", shape.moe.shared_ffn_size))
     common_divisors = divisors(math.gcd(*(size for _, size in sizes)))
     for name, size in sizes:
         if size % parallel.tp:
@@ -76,6 +79,39 @@ def _layer_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Ite
                 f"parallel.recompute.modules has {module}, which {model_name} does not contain; "
                 "remove it"
             )
+
+
+def _delta_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
+    """Tensor and context parallelism split the heads of a gated delta net, servers by their tp."""
+    delta = shape.delta
+    if delta is None:
+        return
+    heads = (
+        ("linear_num_key_heads", delta.num_key_heads),
+        ("linear_num_value_heads", delta.num_value_heads),
+    )
+    parallel = config.parallel
+    num_parts = parallel.tp * parallel.cp
+    for name, number in heads:
+        if number % num_parts:
+            yield (
+                f"parallel.tp*cp={num_parts} does not divide {name}={number} of {model_name}; make "
+                f"it {one_of(divisors(delta.num_key_heads)).removeprefix('use ')}"
+            )
+            break
+
+    if config.rollout.sglang is not None and config.rollout.sglang.sync.verify != "off":
+        yield (
+            f"rollout.sync.verify={config.rollout.sglang.sync.verify} compares checksums of the "
+            f"servers' parameters, whose layout for the gated delta nets of {model_name} is not "
+            "recorded; set rollout.sync.verify=off, or use rollout.engine=embedded"
+        )
+    servers = config.rollout.managed_servers
+    if servers is not None and delta.num_key_heads % servers.tp:
+        yield (
+            f"rollout.servers.tp={servers.tp} does not divide linear_num_key_heads="
+            f"{delta.num_key_heads} of {model_name}; {one_of(divisors(delta.num_key_heads))}"
+        )
 
 
 def _expert_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Iterator[str]:
@@ -127,11 +163,18 @@ def _fp8_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Itera
 
     tp = config.parallel.tp
     qkv_heads = shape.num_heads + 2 * shape.num_kv_heads
-    sizes = (
+    sizes = [
         ("(num_attention_heads + 2 * num_key_value_heads) * head_dim", qkv_heads * shape.head_dim),
         ("num_attention_heads * head_dim", shape.num_heads * shape.head_dim),
         _ffn_size(shape),
-    )
+    ]
+    if shape.delta is not None:
+        delta = shape.delta
+        keys = delta.num_key_heads * delta.key_head_dim
+        values = delta.num_value_heads * delta.value_head_dim
+        rows = 2 * (keys + values + delta.num_value_heads)
+        sizes.append(("rows of a delta net's input projection", rows))
+        sizes.append(("linear_num_value_heads * linear_value_head_dim", values))
     uneven = [f"{name}={size}" for name, size in sizes if size % (_FP8_MULTIPLE * tp)]
     if uneven:
         advice = "lower parallel.tp or " if tp > 1 else ""

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models.config_reader import ModelSpec
@@ -37,6 +37,7 @@ too.
 """
 TE_LAYER_NAMES: Mapping[str, str] = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Transformer Engine fuses a norm into the linear layer that follows: its name in a layer -> the
@@ -57,16 +58,56 @@ def sizes_of(spec: ModelSpec, padded_vocab: int) -> Sizes:
         "groups": spec.num_kv_heads,
         "vocab": spec.vocab_size,
         "padded_vocab": padded_vocab,
-        "value": 1,
+        "one": 1,
     }
     if spec.moe is not None:
         sizes["experts"] = spec.moe.num_experts
         sizes["expert_ffn"] = spec.moe.expert_ffn_size
+        sizes["shared_ffn"] = spec.moe.shared_ffn_size
+    if spec.delta is not None:
+        delta = spec.delta
+        sizes["delta_groups"] = delta.num_key_heads
+        sizes["delta_heads"] = delta.num_value_heads
+        sizes["delta_keys"] = delta.num_key_heads * delta.key_head_dim
+        sizes["delta_values"] = delta.num_value_heads * delta.value_head_dim
+        sizes["delta_value_head"] = delta.value_head_dim
+        sizes["delta_kernel"] = delta.conv_kernel
     return sizes
 
 
 def _shape(sizes: Sizes, names: Sequence[str]) -> Shape:
     return tuple(sizes[name] for name in names)
+
+
+class Transform(Protocol):
+    """One Megatron tensor of the Hugging Face tensors it is made of, and back, without arithmetic.
+
+    `sizes` are those of `sizes_of`.
+    """
+
+    @property
+    def tp_dim(self) -> int | None:
+        """The dimension that tensor parallelism splits; None: every rank has the whole tensor."""
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Suffixes of the keys of a checkpoint that has each part as a tensor; empty: it has one
+        tensor.
+        """
+
+    def parts(self, sizes: Sizes) -> tuple[int, ...]:
+        """Lengths along `tp_dim` (0 without one) of the parts that are split separately."""
+
+    def tp_units(self, sizes: Sizes) -> int:
+        """Units that the tensor-parallel size must divide: rows or columns of a part, or heads."""
+
+    def hf_shapes(self, sizes: Sizes) -> tuple[Shape, ...]: ...
+
+    def megatron_shape(self, sizes: Sizes) -> Shape: ...
+
+    def to_megatron(self, tensors: Sequence[Tensor], sizes: Sizes) -> Tensor: ...
+
+    def to_hf(self, tensor: Tensor, sizes: Sizes) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +124,11 @@ class Concat:
     """Equal parts along `tp_dim` that are split separately (2 for gate and up: each rank has
     [gate_r; up_r]).
     """
+    part_names: ClassVar[tuple[str, ...]] = ()
+
+    def parts(self, sizes: Sizes) -> tuple[int, ...]:
+        length = self.megatron_shape(sizes)[self.tp_dim or 0]
+        return (length // self.tp_parts,) * self.tp_parts
 
     def tp_units(self, sizes: Sizes) -> int:
         """Units that the tensor-parallel size must divide: rows or columns of a part, for qkv the
@@ -90,7 +136,7 @@ class Concat:
         """
         if self.tp_dim is None:
             return 1
-        return self.megatron_shape(sizes)[self.tp_dim] // self.tp_parts
+        return self.parts(sizes)[0]
 
     def hf_shapes(self, sizes: Sizes) -> tuple[Shape, ...]:
         return (_shape(sizes, self.dims),) * self.tp_parts
@@ -127,7 +173,10 @@ class Qkv:
     column_dims: tuple[str, ...]
     """Names of the dimensions after the rows: ("hidden",) for the weight, () for the bias"""
     tp_dim: ClassVar = 0
-    tp_parts: ClassVar = 1
+    part_names: ClassVar[tuple[str, ...]] = ()
+
+    def parts(self, sizes: Sizes) -> tuple[int, ...]:
+        return (self.megatron_shape(sizes)[0],)
 
     def tp_units(self, sizes: Sizes) -> int:
         return sizes["groups"]
@@ -137,7 +186,7 @@ class Qkv:
         return tuple((sizes[rows], *columns) for rows in ("heads", "kv_heads", "kv_heads"))
 
     def megatron_shape(self, sizes: Sizes) -> Shape:
-        num_rows = sizes["heads"] + 2 * sizes["kv_heads"]
+        num_rows = sum(rows for rows, *_ in self.hf_shapes(sizes))
         return (num_rows, *_shape(sizes, self.column_dims))
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
@@ -153,9 +202,6 @@ class Qkv:
         rows_of_group = [shape[0] // sizes["groups"] for shape in self.hf_shapes(sizes)]
         parts = grouped.split(rows_of_group, dim=1)  # type: ignore[no-untyped-call]
         return tuple(part.reshape(-1, *columns) for part in parts)
-
-
-Transform = Concat | Qkv
 
 
 def canonical_name(megatron_name: str) -> str:
@@ -182,6 +228,10 @@ class WeightRow:
     megatron: str
     hf: tuple[str, ...]
     transform: Transform
+    saved_as: str | None = None
+    """Name in a checkpoint, if it differs: both layer specs save a norm that Transformer Engine
+    fuses under its name there, so each loads the other's checkpoint.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,38 +250,29 @@ class Entry:
     """Global number, from 0"""
     expert: int | None
     """Global number, from 0"""
+    checkpoint_name: str
+    """Key in a Megatron checkpoint, without a prefix; the experts of a layer have one"""
     transform: Transform = field(repr=False)
     sizes: Sizes = field(repr=False)
 
     @property
-    def checkpoint_key(self) -> str:
-        """Key in a Megatron checkpoint (without a prefix): one tensor a key, experts of a layer
-        stacked in one.
+    def checkpoint_shapes(self) -> dict[str, Shape]:
+        """Key in a checkpoint (without a prefix) -> shape of the whole tensor.
+
+        One key, [experts, ...] where experts are stacked. A tensor whose parts have keys of their
+        own is these tensors, one below the other.
         """
-        if self.layer is None:
-            return self.megatron_name
-        prefix = f"decoder.layers.{self.layer}."
-        name = self.megatron_name.removeprefix(prefix)
         if self.expert is not None:
-            return prefix + name.replace(f"local_experts.{self.expert}.", "experts.")
+            return {self.checkpoint_name: (self.sizes["experts"], *self.megatron_shape)}
+        if not self.transform.part_names:
+            return {self.checkpoint_name: self.megatron_shape}
 
-        # Both layer specs save norms under Transformer Engine's names, so each loads the other's
-        # checkpoint. With experts, no linear layer follows the second norm, so it is not fused.
-        has_experts = "experts" in self.sizes
-        for te_name, local_name in TE_LAYER_NAMES.items():
-            is_fused = not (has_experts and te_name.startswith("mlp."))
-            if name == local_name and is_fused:
-                return prefix + te_name
-        return self.megatron_name
-
-    @property
-    def checkpoint_shape(self) -> Shape:
-        """Shape of the whole tensor under `checkpoint_key`: [experts, ...] where experts are
-        stacked.
-        """
-        if self.expert is None:
-            return self.megatron_shape
-        return (self.sizes["experts"], *self.megatron_shape)
+        _, *columns = self.megatron_shape
+        lengths = self.transform.parts(self.sizes)
+        shapes = {}
+        for name, rows in zip(self.transform.part_names, lengths, strict=True):
+            shapes[f"{self.checkpoint_name}.{name}"] = (rows, *columns)
+        return shapes
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor; may share memory with its inputs.
@@ -297,7 +338,7 @@ class Entry:
         if dim is None:
             return [full] * tp
 
-        parts = full.chunk(self.transform.tp_parts, dim=dim)
+        parts = full.split(self.transform.parts(self.sizes), dim=dim)  # type: ignore[no-untyped-call]
         shards_of_parts = [part.chunk(tp, dim=dim) for part in parts]
         if len(parts) == 1:
             return list(shards_of_parts[0])
@@ -318,7 +359,8 @@ class Entry:
         if dim is None or len(shards) == 1:
             return shards[0]
 
-        parts_of_shards = [shard.chunk(self.transform.tp_parts, dim=dim) for shard in shards]
+        lengths = [length // len(shards) for length in self.transform.parts(self.sizes)]
+        parts_of_shards = [shard.split(lengths, dim=dim) for shard in shards]  # type: ignore[no-untyped-call]
         pieces: list[Tensor] = []
         for shards_of_part in zip(*parts_of_shards, strict=True):
             pieces += shards_of_part
@@ -336,7 +378,7 @@ class Entry:
         if units % tp:
             raise ConversionError(
                 f"{self.megatron_name}: tp={tp} does not divide its {units} units (rows, columns "
-                f"or KV heads) along dimension {dim}; use a tensor-parallel size that divides "
+                f"or heads) along dimension {dim}; use a tensor-parallel size that divides "
                 f"{units}"
             )
         shape = list(self.megatron_shape)
@@ -386,20 +428,20 @@ _OUTPUT = WeightRow(
     "output_layer.weight", ("lm_head.weight",), Concat(("vocab", "hidden"), tp_dim=0)
 )
 _VALUE = (
-    WeightRow("output_layer.weight", ("score.weight",), Concat(("value", "hidden"))),
-    WeightRow("output_layer.bias", ("score.bias",), Concat(("value",))),
+    WeightRow("output_layer.weight", ("score.weight",), Concat(("one", "hidden"))),
+    WeightRow("output_layer.bias", ("score.bias",), Concat(("one",))),
 )
 """The critic's output layer"""
 
 
-def build_table(spec: ModelSpec, layer_rows: Sequence[WeightRow]) -> WeightTable:
-    """Expands a family's rows over layers and experts."""
+def build_table(spec: ModelSpec, rows_of_layers: Sequence[Sequence[WeightRow]]) -> WeightTable:
+    """Expands the rows of each layer over its experts."""
     padded_vocab = math.ceil(spec.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     sizes = sizes_of(spec, padded_vocab)
 
     entries = [_entry(_EMBEDDING, sizes, "embedding")]
-    for layer in range(spec.num_layers):
-        for row in layer_rows:
+    for layer, rows in enumerate(rows_of_layers):
+        for row in rows:
             experts: Sequence[int | None] = (None,)
             if spec.moe is not None and "{e}" in row.megatron:
                 experts = range(spec.moe.num_experts)
@@ -418,8 +460,10 @@ def _entry(
 ) -> Entry:
     megatron_prefix = "" if layer is None else f"decoder.layers.{layer}."
     hf_prefix = "" if layer is None else f"model.layers.{layer}."
+    saved_as = row.saved_as or row.megatron.replace("local_experts.{e}.", "experts.")
     return Entry(
         megatron_name=megatron_prefix + row.megatron.replace("{e}", str(expert)),
+        checkpoint_name=megatron_prefix + saved_as,
         hf_names=tuple(hf_prefix + name.replace("{e}", str(expert)) for name in row.hf),
         hf_shapes=row.transform.hf_shapes(sizes),
         megatron_shape=row.transform.megatron_shape(sizes),

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from pacs_megatron.parallel import delta_rule
+
 PREFIX = "megatron.core"
 _CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
 """packages whose optimizers and norms need a GPU; Megatron would use them if they are installed"""
@@ -126,7 +128,11 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor
 
 
-_REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+_REPLACED: dict[str, dict[str, Any]] = {
     # Megatron's functions reach into torch.cuda's private generators.
     f"{PREFIX}.tensor_parallel.random": {
         "_get_cuda_rng_state": _get_rng_state,
@@ -137,8 +143,19 @@ _REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     f"{PREFIX}.transformer.moe.token_dispatcher": {
         "maybe_move_tensor_to_cpu": _on_host,
     },
+    # torch.compile would need a C++ compiler, in every rank.
+    f"{PREFIX}.jit": {
+        "jit_fuser": _not_compiled,
+    },
+    # Triton kernels of flash-linear-attention, without which Megatron builds no gated delta net.
+    f"{PREFIX}.ssm.gated_delta_net.common": {
+        "HAVE_FLA": True,
+        "causal_conv1d": delta_rule.causal_convolution,
+        "chunk_gated_delta_rule": delta_rule.gated_delta_rule,
+        "l2norm": delta_rule.normalized,
+    },
 }
-"""module -> name -> replacement of a function that the stand-in for `torch` cannot redirect"""
+"""module -> name -> replacement of what the stand-in for `torch` cannot redirect"""
 
 
 def _redirect(module: ModuleType) -> None:

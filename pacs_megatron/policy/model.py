@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from pacs_megatron.config.schema import (
@@ -43,13 +44,16 @@ from pacs_megatron.config.schema import (
     PrecisionOptions,
 )
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.models import ModelSpec
+from pacs_megatron.models import DeltaSpec, ModelSpec
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
 from pacs_megatron.policy.head import LossGradient, token_logprobs
 from pacs_megatron.policy.token_replay import TokenReplay
+from pacs_megatron.runtime.environment import Version, version_text
 
+_FIRST_HYBRID: Version = (0, 19)
+"""Oldest Megatron-Core whose gated delta nets take packed sequences"""
 _MAX_PADDING_FACTOR = 2.0
 """The attention pads sequences to one batch if this multiplies the tokens by at most this factor.
 Otherwise it makes one call for each sequence.
@@ -76,12 +80,31 @@ class RMSNorm(torch.nn.Module):
         # ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def scale(self) -> Tensor:
+        """[hidden], the factor of each element."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), self.scale(), self.eps)
 
 
-def norm_with_fp32_output(norm: type) -> type:
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, as hybrids have it.
+
+    The weight stays as in Hugging Face: adding 1 to a bf16 weight would round it.
+    """
+
+    def scale(self) -> Tensor:
+        return 1.0 + self.weight.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.scale(), self.eps).to(x.dtype)
+
+
+def norm_with_fp32_output(norm: type, *, zero_centred: bool) -> type:
     """A class that builds `norm` with an fp32 output, for `precision.head: fp32`.
+
+    With `zero_centred` it multiplies by 1 + weight.
 
     Only the forward pass differs: the module's class, parameters and state are those of `norm`.
     """
@@ -93,7 +116,10 @@ def norm_with_fp32_output(norm: type) -> type:
             module = norm(config=config, hidden_size=hidden_size, eps=eps)
 
             def forward(x: Tensor) -> Tensor:
-                return F.rms_norm(x.float(), (hidden_size,), module.weight.float(), eps)
+                scale = module.weight.float()
+                if zero_centred:
+                    scale = 1.0 + scale
+                return F.rms_norm(x.float(), (hidden_size,), scale, eps)
 
             module.forward = forward
             return module
@@ -412,7 +438,11 @@ def transformer_config(
             # Otherwise a GPU adds the experts' outputs of a token with atomics in bf16: two equal
             # passes differ, and so do the scores.
             "moe_permute_fusion": uses_te,
+            "moe_shared_expert_intermediate_size": spec.moe.shared_ffn_size or None,
+            "moe_shared_expert_gate": spec.moe.shared_ffn_size > 0,
         }
+    if spec.delta is not None:
+        arguments |= _hybrid_arguments(spec.delta, machine)
     if parallel.vpp is not None:
         # The interleaved schedule's batched exchange mismatches sends and receives if both
         # neighbours are the same rank (pp = 2). One direction at a time works for any pp.
@@ -428,6 +458,37 @@ def transformer_config(
         raise ConfigError(
             f"Megatron-Core does not support this combination of parallel.* options: {error}"
         ) from error
+
+
+def _hybrid_arguments(delta: DeltaSpec, machine: precision.Machine) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig for a hybrid.
+
+    Raises:
+        ConfigError: if Megatron-Core or the GPU's software has no gated delta net.
+    """
+    if machine.megatron < _FIRST_HYBRID:
+        raise ConfigError(
+            f"a model with gated delta nets needs Megatron-Core {version_text(_FIRST_HYBRID)}, "
+            f"this environment has {version_text(machine.megatron)}; use Python 3.12 or 3.13, "
+            "whose locked versions have it"
+        )
+    if machine.cuda and not machine.linear_attention:
+        raise ConfigError(
+            "a model with gated delta nets needs flash-linear-attention on a GPU, which is not "
+            "installed; install it with `make install-gpu`"
+        )
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(has_delta_net) for has_delta_net in delta.layers],
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_head_dim,
+        "linear_value_head_dim": delta.value_head_dim,
+        "linear_conv_kernel_dim": delta.conv_kernel,
+        "attention_output_gate": True,
+        # Read by Transformer Engine's norms; the local ones are built by class.
+        "layernorm_zero_centered_gamma": True,
+    }
 
 
 def _recompute_arguments(parallel: ParallelOptions, machine: precision.Machine) -> dict[str, Any]:
@@ -454,8 +515,24 @@ def _recompute_arguments(parallel: ParallelOptions, machine: precision.Machine) 
     }
 
 
-def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
-    """Megatron's spec of one layer, with Transformer Engine's modules or with local ones."""
+def _layer_spec(
+    spec: ModelSpec, *, transformer_engine: bool, has_delta_net: bool = False
+) -> ModuleSpec:
+    """Megatron's spec of one layer, with Transformer Engine's modules or with local ones.
+
+    With `has_delta_net` the layer has a gated delta net in the place of the attention.
+    """
+    layer = _attention_layer_spec(spec, transformer_engine=transformer_engine)
+    if has_delta_net:
+        # Megatron-Core 0.16 has no such module.
+        from pacs_megatron.policy import gated_delta
+
+        gated_delta.replace_attention(layer, transformer_engine=transformer_engine)
+    return layer
+
+
+def _attention_layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
+    """The spec of a layer with attention."""
     num_experts = None if spec.moe is None else spec.moe.num_experts
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
@@ -473,16 +550,22 @@ def _layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
     )
     attention = local.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    local.submodules.input_layernorm = RMSNorm
-    local.submodules.pre_mlp_layernorm = RMSNorm
+    norm = _local_norm(spec)
+    local.submodules.input_layernorm = norm
+    local.submodules.pre_mlp_layernorm = norm
     if spec.qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+        attention.q_layernorm = norm
+        attention.k_layernorm = norm
     if spec.moe is not None:
         # With experts Transformer Engine does not fuse this norm, so its checkpoints use the norm's
         # own name.
         del local.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return local
+
+
+def _local_norm(spec: ModelSpec) -> type[RMSNorm]:
+    """The norm of the residual stream and of attention heads, without Transformer Engine."""
+    return RMSNorm if spec.delta is None else ZeroCentredRMSNorm
 
 
 def _block_spec(
@@ -496,14 +579,21 @@ def _block_spec(
     """Megatron's spec of a chunk's layers and of the model's final norm."""
     transformer_engine = precision.uses_transformer_engine(config.params_dtype, machine)
     layer = _layer_spec(spec, transformer_engine=transformer_engine)
-    if transformer_engine and not fp32_head:
+    if transformer_engine and not fp32_head and spec.delta is None:
         return layer
 
-    norm: Any = te_extension.TENorm if transformer_engine else RMSNorm
+    norm: Any = te_extension.TENorm if transformer_engine else _local_norm(spec)
     if fp32_head:
-        norm = norm_with_fp32_output(norm)
+        norm = norm_with_fp32_output(norm, zero_centred=spec.delta is not None)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    layers = [layer] * num_layers
+    if spec.delta is not None:
+        delta_layer = _layer_spec(spec, transformer_engine=transformer_engine, has_delta_net=True)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        for index, has_delta_net in enumerate(spec.delta.layers[first : first + num_layers]):
+            if has_delta_net:
+                layers[index] = delta_layer
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def rope_frequencies(spec: ModelSpec) -> Tensor:
@@ -513,9 +603,10 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
     `llama3` divides only those of long wavelengths, with a linear transition (Llama 3.1).
 
     Returns:
-        [head_dim / 2], fp32, radians a position.
+        [rotated elements of a head / 2], fp32, radians a position.
     """
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    rotary_dim = spec.rotary_dim or spec.head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / (spec.rope_theta**exponents)
     scaling = spec.rope_scaling
     if scaling is None:

@@ -52,6 +52,9 @@ class Machine:
     """the package `apex`; Megatron-Core uses NVIDIA's where Transformer Engine is not installed"""
     megatron: Version
     """of megatron-core"""
+    linear_attention: bool = False
+    """whether flash-linear-attention is installed, whose kernels a gated delta net needs on a GPU
+    """
     gradient_fusion: bool = False
     """whether Apex's kernel is importable that adds a weight's gradient to the fp32 buffer"""
 
@@ -67,6 +70,7 @@ def inspect_machine() -> Machine:
         transformer_engine=parse_version(engine),
         apex=apex_kind(),
         megatron=parse_version(installed("megatron-core")) or (0, 16),
+        linear_attention=importlib.util.find_spec("fla") is not None,
         gradient_fusion=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
 

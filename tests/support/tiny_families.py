@@ -31,6 +31,23 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "head_dim": 16,
 }
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED: dict[str, Any] = HYBRID | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose layers Megatron-Core 0.16 does not have"""
 # name -> (family, changes): KV heads 1, 2 and = heads; tied and not; odd vocabularies; head_dim !=
 # hidden / heads
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,6 +67,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied-mha": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen3_next": ("qwen3_next", SHARED),
+    "qwen3_5": ("qwen3_5_text", HYBRID),
+    "qwen3_5-tied-odd-vocabulary": (
+        "qwen3_5_text",
+        HYBRID
+        | {
+            "tie_word_embeddings": True,
+            "vocab_size": 97,
+            "num_hidden_layers": 3,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", SHARED),
 }
 
 
@@ -63,6 +98,9 @@ def config_of(family: str, changes: dict[str, Any]) -> Any:
         "qwen3_moe": transformers.Qwen3MoeConfig,
         "llama": transformers.LlamaConfig,
         "mistral": transformers.MistralConfig,
+        "qwen3_next": transformers.Qwen3NextConfig,
+        "qwen3_5_text": transformers.Qwen3_5TextConfig,
+        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     }[family]
     return kind(**({"tie_word_embeddings": False} | _SHAPE | changes))
 
@@ -86,6 +124,10 @@ def make_family(
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
+                    if family in HYBRIDS and "linear_attn" not in name:
+                        parameter.sub_(1.0)  # the norm multiplies by 1 + weight
+                elif "conv1d" in name:
+                    parameter.normal_(std=0.5)
                 else:
                     parameter.normal_(std=0.15)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -100,13 +100,19 @@ def make_case(loaded: LoadedConfig, world: int | None) -> Case:
         world: ranks of this job; None: processes on this host's CPU.
 
     Raises:
-        ConfigError: the layout does not fit the model.
+        ConfigError: the layout does not fit the model, or the reference has no such layers.
     """
     config = loaded.config
     hf_config = need_config(config.model.path, loaded.where("model.path"))
     ranks = world or ranks_to_start(config)
     name = Path(config.model.path).name
-    problems = layout_problems(config, ranks) + shape_problems(config, read_spec(hf_config), name)
+    spec = read_spec(hf_config)
+    if spec.delta is not None:
+        raise ConfigError(
+            f"certify has no reference for the gated delta nets of {name}; use a model without "
+            "them (docs/families.md lists the tests of hybrids)"
+        )
+    problems = layout_problems(config, ranks) + shape_problems(config, spec, name)
     if problems:
         raise loaded.fail(problems[0])
     return shrink(config, hf_config, layout_of(config, ranks), world=world)

@@ -14,6 +14,7 @@ from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout, logits_per_chunk
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.models.flops import num_attention_layers
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan import constants
@@ -193,11 +194,13 @@ def layer_activation_bytes(
 
     # fp32: the scales of both norms, the log-sum-exp of each head's softmax, and the scales of each
     # query's and key's norm.
+    attention_frac = num_attention_layers(spec) / spec.num_layers
     scale_bytes = 8 / sequence_ranks
     if "core_attn" not in recomputed:
-        scale_bytes += 4 * spec.num_heads / parallel.tp
+        scale_bytes += attention_frac * 4 * spec.num_heads / parallel.tp
     if spec.qk_norm:
-        scale_bytes += 4 * (spec.num_heads + spec.num_kv_heads) / parallel.tp
+        num_normed = attention_frac * (spec.num_heads + spec.num_kv_heads)
+        scale_bytes += 4 * num_normed / parallel.tp
 
     tensor_bytes = width * (norms + attention + mlp) * fp8_frac
     return tensor_bytes + scale_bytes + router_bytes
@@ -218,7 +221,7 @@ def _attention_elements(spec: ModelSpec, tp: int, recomputed: Collection[str]) -
     """Queries and keys before their norm; queries, keys, values and the attention's output.
 
     Recomputed attention saves its arguments. The values are a view of the product of queries, keys
-    and values, and so keep all of it.
+    and values, and so keep all of it. In a hybrid the result is the mean over the layers.
     """
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
@@ -227,7 +230,23 @@ def _attention_elements(spec: ModelSpec, tp: int, recomputed: Collection[str]) -
     if "core_attn" in recomputed:
         values = queries + 2 * keys
     # The output has the size of the queries.
-    return (before_norm + 2 * queries + keys + values) / tp
+    of_attention = before_norm + 2 * queries + keys + values
+    delta = spec.delta
+    if delta is None:
+        return of_attention / tp
+
+    # Its gate, and the output times the gate.
+    of_attention += 2 * queries
+    delta_keys = delta.num_key_heads * delta.key_head_dim
+    delta_values = delta.num_value_heads * delta.value_head_dim
+    projected = 2 * delta_keys + 2 * delta_values + 2 * delta.num_value_heads
+    convolved = 2 * delta_keys + delta_values
+    # One query and key for each value head, before and after their division by the length; the
+    # rule's output and its product with the gate.
+    heads = 4 * delta.num_value_heads * delta.key_head_dim
+    of_delta_net = projected + convolved + heads + 2 * delta_values
+    frac = num_attention_layers(spec) / spec.num_layers
+    return (frac * of_attention + (1 - frac) * of_delta_net) / tp
 
 
 def _mlp_elements(spec: ModelSpec, tp: int, recomputed: Collection[str]) -> float:
@@ -251,7 +270,8 @@ def _expert_elements(
         # `moe_act` computes the product of both halves again.
         num_halves = 2 if "moe_act" in recomputed else 3
         copy = spec.hidden_size + num_halves * spec.moe.expert_ffn_size / expert_tp
-    return expert_copies(config, spec) * copy * factor
+    of_shared_expert = 3 * spec.moe.shared_ffn_size / config.parallel.tp
+    return expert_copies(config, spec) * copy * factor + of_shared_expert
 
 
 def _router_bytes(spec: ModelSpec) -> float:

@@ -14,6 +14,7 @@ from pacs_megatron.config.rollout_options import EmbeddedRollout, SglangRollout,
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
+from pacs_megatron.models.flops import num_attention_layers
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.activations import activation_items
 from pacs_megatron.workbench.plan.state import (
@@ -243,7 +244,8 @@ def _cache_item(
 
 
 def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int) -> float:
-    """Key-value cache of one token on one GPU of a server.
+    """Key-value cache of one token on one GPU of a server. The state of a gated delta net does not
+    grow with tokens.
 
     Args:
         spec: the architecture.
@@ -251,7 +253,8 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, width: int) -> float:
         width: bytes of an element.
     """
     heads_per_gpu = math.ceil(spec.num_kv_heads / tp)
-    return 2 * heads_per_gpu * spec.head_dim * width * spec.num_layers  # keys and values
+    keys_and_values = 2 * heads_per_gpu * spec.head_dim
+    return keys_and_values * width * num_attention_layers(spec)
 
 
 def kv_cache_bytes(rollout: StageMemory) -> float:

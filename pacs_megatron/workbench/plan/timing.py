@@ -126,9 +126,9 @@ def active_matrix_parameters(spec: ModelSpec) -> int:
         mlp = 3 * spec.hidden_size * spec.ffn_size
     else:
         # The gate, up and down matrices of each expert, and the router.
-        experts = spec.moe.top_k * 3 * spec.moe.expert_ffn_size
+        experts = 3 * (spec.moe.top_k * spec.moe.expert_ffn_size + spec.moe.shared_ffn_size)
         mlp = spec.hidden_size * (experts + spec.moe.num_experts)
-    return spec.num_layers * (model_flops.attention_parameters(spec) + mlp)
+    return model_flops.attention_parameters(spec) + spec.num_layers * mlp
 
 
 def forward_flops(
@@ -179,7 +179,7 @@ def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tu
 
 def _attention_matrix_flops(spec: ModelSpec) -> int:
     """FLOPs of one token in all layers' attention matrices, without the scores."""
-    return 2 * spec.num_layers * model_flops.attention_parameters(spec)
+    return 2 * model_flops.attention_parameters(spec)
 
 
 def _num_coupled_updates(config: RunConfig, lengths: Lengths) -> int:

@@ -16,6 +16,7 @@ from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.support.converted import check_loading, convert, exported
+from tests.support.needs import needs_delta_nets
 from tests.support.policies.policy_cases import make_policy, random_step, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
@@ -54,6 +55,14 @@ def test_megatron_loads_at_other_layouts(layout: str, tmp_path: Path) -> None:
 def test_megatron_loads_experts(layout: dict[str, Any], tmp_path: Path) -> None:
     hf = make_family(tmp_path / "hf", "qwen3_moe")
     check_loading(hf, convert(hf, tmp_path / "ckpt"), layout)
+
+
+@needs_delta_nets
+@pytest.mark.parametrize("layout", in_test(["one", "tp2", "pp2"], "tp2"))
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
+def test_megatron_loads_hybrids(case: str, layout: str, tmp_path: Path) -> None:
+    hf = make_family(tmp_path / "hf", case)
+    check_loading(hf, convert(hf, tmp_path / "ckpt"), LAYOUTS[layout])
 
 
 def test_a_model_of_another_dtype_loads_it(tmp_path: Path) -> None:

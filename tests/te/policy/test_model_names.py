@@ -59,9 +59,12 @@ def test_names_shapes_and_checkpoint_keys(
         ]
         sharded = model.sharded_state_dict(metadata=state.sharding_metadata())
         keys = {entry.key for entry in sharded.values() if not isinstance(entry, ShardedObject)}
+        saved: set[str] = set()
+        for entry in policy.table.entries:
+            saved |= entry.checkpoint_shapes.keys()
         return (
             set(table) ^ set(found),
-            keys ^ {entry.checkpoint_key for entry in policy.table.entries},
+            keys ^ saved,
             wrong,
         )
 

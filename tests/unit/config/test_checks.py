@@ -392,6 +392,15 @@ def test_accepted(base: Path, overrides: list[str]) -> None:
 class Experts:
     num_experts: int = 128
     expert_ffn_size: int = 768
+    shared_ffn_size: int = 0
+
+
+@dataclass(frozen=True)
+class DeltaNets:
+    num_key_heads: int = 16
+    num_value_heads: int = 32
+    key_head_dim: int = 128
+    value_head_dim: int = 128
 
 
 @dataclass(frozen=True)
@@ -404,11 +413,23 @@ class Shape:
     ffn_size: int = 17408
     max_context: int = 40960
     moe: Experts | None = None
+    delta: DeltaNets | None = None
 
 
 @pytest.mark.parametrize(
     ("overrides", "shape", "expected"),
     [
+        (
+            ["parallel.tp=4", "parallel.cp=2"],
+            Shape(delta=DeltaNets(num_key_heads=12, num_value_heads=24)),
+            "parallel.tp*cp=8 does not divide linear_num_key_heads=12 of M; make it one of 1, 2, "
+            "3, 4, 6, 12",
+        ),
+        (
+            ["parallel.tp=4"],
+            Shape(moe=Experts(shared_ffn_size=510)),
+            "parallel.tp=4 does not divide shared_expert_intermediate_size=510 of M",
+        ),
         (
             ["parallel.tp=3"],
             Shape(),

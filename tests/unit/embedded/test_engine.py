@@ -20,6 +20,7 @@ from tests.support.rollout import (
     requests_for,
     sampling,
 )
+from tests.support.tiny_families import make_family
 from tests.support.tiny_models import make_tiny_qwen3, save_tokenizer
 
 
@@ -60,6 +61,26 @@ def same(left: Sample, right: Sample) -> bool:
 def test_it_implements_the_contracts(tiny_qwen3):
     engine = embedded_engine(tiny_qwen3)
     assert isinstance(engine, WeightReceiver)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
+def test_the_samples_of_a_hybrid_are_those_of_generate(case, tmp_path):
+    """Prompts of different lengths are padded; the padding stays out of the delta nets' states."""
+    folder = make_family(tmp_path, case, vocab_size=272)
+    save_tokenizer(folder)
+    prompts = random_prompts(5)
+    assert len({len(prompt) for prompt in prompts}) > 1
+    model = load(folder)
+    eos = frequent_token(folder, prompts)
+    engine = embedded_engine(folder, batch_sequences=5, eos=eos)
+    requests = requests_for(prompts, params=sampling(temperature=0.0, max_tokens=20))
+    for prompt, sample in zip(prompts, engine.stream(requests), strict=True):
+        assert sample.response_ids.tolist() == hf_greedy(model, prompt, 20, eos)
+        with torch.no_grad():
+            ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+            logits = model(ids[None]).logits[0, sample.prompt_len - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[sample.prompt_len :, None])[:, 0]
+        np.testing.assert_allclose(sample.sampler_logprobs, logprobs.numpy(), atol=1e-5)
 
 
 def test_greedy_is_token_identical_to_generate(any_tiny_qwen3):

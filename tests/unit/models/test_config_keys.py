@@ -23,14 +23,22 @@ from pacs_megatron.models.config_keys import (
     NEUTRAL_ROPE_KEYS,
     ROPE_KEYS,
     USED,
+    USED_IN,
     keys_without_effect,
     rejected_keys,
 )
 from pacs_megatron.models.families import FAMILIES
 from tests.support.tiny_families import CASES, EXPERTS, LLAMA3_ROPE, config_of
 
-CASE_OF = {"mistral": "mistral", "llama": "llama-tied-mha"} | {
-    family: family for family in ("qwen2", "qwen3", "qwen3_moe")
+CASE_OF = {
+    "mistral": "mistral",
+    "llama": "llama-tied-mha",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 _READS = re.compile(r"(?<![\w.])(?:self\.)?config\.([a-z]\w*)")
 _MAY_READ = re.compile(r"getattr\((?:self\.)?config, \"([a-z]\w*)\"")
@@ -92,7 +100,8 @@ def fields(family: str) -> set[str]:
 
 def read_keys(family: str) -> set[str]:
     """The keys that code of transformers reads from a config of the family."""
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    name = family.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     base = transformers.PreTrainedConfig
     sources = [
         inspect.getsource(module),
@@ -106,7 +115,17 @@ def read_keys(family: str) -> set[str]:
         names |= set(_MAY_READ.findall(source))
     for function in (base.__post_init__, base.convert_rope_params_to_dict):
         names |= set(_TAKES.findall(inspect.getsource(function)))
-    return names - _METHODS - NO_KEYS
+    return names - _METHODS - NO_KEYS - other_keys(family)
+
+
+def other_keys(family: str) -> set[str]:
+    """The keys of the vision tower, and of the config that has it beside that of the text."""
+    if not family.startswith("qwen3_5"):
+        return set()
+    names: set[str] = set()
+    for kind in (transformers.Qwen3_5VisionConfig, transformers.Qwen3_5Config):
+        names |= {field.name for field in dataclasses.fields(kind)}
+    return names - fields(family)
 
 
 def table_of(family: str, key: str) -> Iterator[str]:
@@ -114,7 +133,7 @@ def table_of(family: str, key: str) -> Iterator[str]:
     is_dense = FAMILIES[family].experts is None
     if key in rejected_keys(family, is_dense=is_dense):
         yield "rejected"
-    elif key in USED:
+    elif key in USED or key in USED_IN.get(family, {}):
         yield "used"
     if key in keys_without_effect(family):
         yield "without effect"

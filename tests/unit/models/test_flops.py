@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import transformers
 
+from pacs_megatron.models import read_spec
 from pacs_megatron.models.flops import PassedTokens, forward_flops, total_flops
 from pacs_megatron.workbench.plan.known_models import find_spec
 
@@ -26,6 +28,33 @@ def test_an_update_has_the_flops_of_megatrons_formula(name: str) -> None:
     trained.add(LENS[1:], LENS[1:])
     assert total_flops(spec, 151936, PassedTokens(), trained) == BY_MEGATRON[name]
     assert total_flops(spec, 151936, trained, PassedTokens()) == BY_MEGATRON[name] / 3
+
+
+def test_a_hybrid_has_the_flops_of_megatrons_formula() -> None:
+    """Its terms of a gated delta net, with the numbers of Qwen3.5-35B-A3B's config class."""
+    spec = read_spec(
+        transformers.Qwen3_5MoeTextConfig(
+            rope_parameters={"rope_type": "default", "rope_theta": 1e7}
+        ).to_dict()
+    )
+    hidden = 2048
+    heads = 32
+    keys = 16 * 128
+    values = heads * 128
+    delta_net = (
+        hidden * (2 * keys + 2 * values + 2 * heads)
+        + 4 * (2 * keys + values)
+        + heads * 128**2 * 4
+        + hidden * values
+    )
+    queries = 16 * 256
+    kv = 2 * 256
+    attention = hidden * (2 * queries + 2 * kv + queries)
+    mlp = 3 * hidden * (8 * 512 + 512)
+    layers = 30 * delta_net + 10 * attention + 40 * mlp
+    tokens = PassedTokens(1000.0, 250000.0, 0.0)
+    expected = 2 * layers * 1000 + 10 * 2 * queries * 250000
+    assert forward_flops(spec, 248320, tokens) == expected
 
 
 def test_logits_are_counted_where_they_are_computed() -> None:

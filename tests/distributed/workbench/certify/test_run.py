@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.run import certify
@@ -106,6 +107,11 @@ def test_an_injected_error_turns_it_red_by_a_number(
 )
 def test_a_crash_is_not_a_number(first_deviation: str, expected: bool) -> None:
     assert is_number(first_deviation) == expected
+
+
+def test_a_hybrid_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no reference for the gated delta nets of model"):
+        run(tmp_path, {}, "qwen3_5")
 
 
 @pytest.mark.parametrize("seed", in_full(range(270), range(6)))
