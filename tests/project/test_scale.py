@@ -1,0 +1,37 @@
+"""docs/scale.md has the tables of benchmarks/scale.py, and they agree with arithmetic by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_has_the_tables_of_the_script() -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    missing = [table for table in scale.tables() if table not in page]
+    assert not missing, "python benchmarks/scale.py prints the tables of docs/scale.md"
+
+
+def test_shares_on_1024_gpus_by_hand() -> None:
+    """131,072 samples of 0.15 x 1,024 + 0.45 x 8,192 tokens; 512 ranks, 256 servers."""
+    size = scale.size_of(1024, 16_384)
+    seconds = {part.name: part.seconds(size, scale.LIKELY) for part in scale.PARTS}
+
+    # 3.2837 ms a response, of which 2.2 ms are for 4,096 tokens.
+    assert seconds["driver"] == pytest.approx(131_072 * (0.0022 * 0.9 + 0.0010837), rel=1e-3)
+    assert seconds["rank 0"] == pytest.approx(2.3 * 16 * 0.9, rel=1e-3)
+    assert seconds["verifiers: math"] == pytest.approx(29.3, rel=1e-3)
+    # 32 copies of 14.768 billion bf16 parameters over each link of 20 GB/s.
+    assert seconds["weight sync"] == pytest.approx(32 * 29.5366 / 20, rel=1e-3)
+
+    # In GB: facts in 9 rounds, ids and log-probs, three statistics of 32,768 samples and 512 ranks.
+    sent = 9 * 131_072 * 73 + 131_072 * 4 * (153.6 + 2 * 3686.4) + 3 * 32_768 * 512 * 16
+    assert seconds["gloo payloads"] == pytest.approx(sent / 1e9 + 128 * 4 * 2e-4, rel=1e-3)
+
+    # 582.65 s on 1,024 GPUs, a failure in 50,700 GPU-hours; five steps, 600 s, 206.76 GB at 2 GB/s.
+    failures = 582.65 * 1024 / (50_700 * 3600)
+    assert seconds["requeue"] == pytest.approx(failures * (5 * 582.65 + 600 + 103.38), rel=1e-3)
+    assert seconds["checkpoint"] == pytest.approx(10.338, rel=1e-3)
