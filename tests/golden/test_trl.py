@@ -76,9 +76,7 @@ def test_loss_and_gradient_of_trl(case: str) -> None:
     scores = torch.stack(
         [(a - b).sum() for a, b in zip(pieces["logps"], pieces["old"], strict=True)]
     )
-    prepared = objective.prepare(
-        scores, facts, dict(zip(facts.ids, GOLDEN["advantages"], strict=True))
-    )
+    prepared = objective.prepare(scores, facts, {"advantage": np.array(GOLDEN["advantages"])})
     logps = tokens["logps"].requires_grad_(True)
     entropies = tokens["entropies"].requires_grad_(True)
     record = make_record(
