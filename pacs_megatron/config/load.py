@@ -136,7 +136,7 @@ def merge(base: YamlNode, over: YamlNode, section: str = "") -> YamlNode:
     if section in TAGS:
         before = base.find([TAGS[section]])
         after = over.find([TAGS[section]])
-        if before is not None and after is not None and before.value != after.value:
+        if _is_other_tag(before, after):
             return over  # the options of `base` belong to another strategy
 
     merged = dict(base.value)
@@ -145,6 +145,12 @@ def merge(base: YamlNode, over: YamlNode, section: str = "") -> YamlNode:
             node = merge(merged[key], node, f"{section}.{key}".strip("."))
         merged[key] = node
     return YamlNode(merged, base.origin)
+
+
+def _is_other_tag(before: YamlNode | None, after: YamlNode | None) -> bool:
+    if before is None or after is None or isinstance(after.value, dict):
+        return False  # a tool of the name `kind` is no tag
+    return bool(before.value != after.value)
 
 
 def _merge_items(items: list[YamlNode], over: Mapping[str, YamlNode]) -> list[YamlNode] | None:

@@ -20,8 +20,16 @@ Detail = Mapping[str, Any]
 KeyPath = Sequence[str | int]
 """Keys and list indices from the top of a configuration to a value"""
 
-TAGS: Mapping[str, str] = {"objective": "name", "rollout": "engine", "reward": "name"}
-"""Section whose options belong to a strategy -> the key that selects the strategy."""
+TAGS: Mapping[str, str] = {
+    "objective": "name",
+    "rollout": "engine",
+    "reward": "name",
+    "reward.components.reward": "name",
+    "rollout.agent.tools": "kind",
+}
+"""Section whose options belong to a strategy -> the key that selects the strategy. The sections of
+a mapping of names, such as `tools`, have its key.
+"""
 RENAMED_KEYS = {
     "rollout.max_lag": "rollout.max_staleness",
     "rollout.sync.way": "rollout.sync.transport",
@@ -59,8 +67,9 @@ def strategies(section: str) -> dict[str, type[Options]]:
     """Value of the tag -> class of the options; empty for a section without strategies."""
     if section not in TAGS:
         return {}
+    field = next(field for key, _, field in all_keys() if key == section)
     classes = {}
-    for options_class in options_classes(RunConfig.model_fields[section].annotation):
+    for options_class in options_classes(field.annotation):
         tag = options_class.model_fields[TAGS[section]].annotation  # a Literal of one value
         classes[get_args(tag)[0]] = options_class
     return classes
@@ -77,16 +86,16 @@ def fields_at(
         schema: Class of `root`.
     """
     section = _section_of(path, schema)
-    has_strategies = section in TAGS
+    tag = _tag_of(path, schema)
     strategy = None
-    if has_strategies:
-        tag = root.find([*path, TAGS[section]])
-        strategy = None if tag is None else strategies(section).get(str(tag.value))
+    if tag is not None:
+        chosen = root.find([*path, tag])
+        strategy = None if chosen is None else strategies(section).get(str(chosen.value))
 
     fields = {}
     for key, owner, field in all_keys(schema):
         parent, _, name = key.rpartition(".")
-        is_of_strategy = not has_strategies or owner is strategy
+        is_of_strategy = tag is None or owner is strategy
         if parent == section and is_of_strategy:
             fields[name] = field
     return fields
@@ -110,6 +119,14 @@ def _section_of(path: KeyPath, schema: type[Options]) -> str:
             parts.append(part)
             is_name = dotted(parts) in mappings
     return dotted(parts)
+
+
+def _tag_of(path: KeyPath, schema: type[Options]) -> str | None:
+    """The key that selects the strategy of the section at a place; None for any other place."""
+    section = _section_of(path, schema)
+    # At a mapping of names, the next part is a name.
+    is_mapping = _section_of([*path, "name"], schema) == section
+    return None if is_mapping else TAGS.get(section)
 
 
 def dotted(path: Iterable[str | int]) -> str:
@@ -138,7 +155,8 @@ def explain_validation(
 
 def _explain(detail: Detail, root: YamlNode, schema: type[Options]) -> str:
     """One error as a line: key, value, expected value, fix, origin."""
-    path = _path_of(detail)
+    path = _path_of(detail, schema)
+    section = _section_of(path, schema)
     key = dotted(path)
     name = str(path[-1]) if path else ""
     kind = detail["type"]
@@ -150,11 +168,11 @@ def _explain(detail: Detail, root: YamlNode, schema: type[Options]) -> str:
         meaning = _meaning(fields_at(path[:-1], root, schema).get(name))
         return f"`{key}` is missing; add it{meaning} ({where(path, root)})"
     if kind == "union_tag_not_found":
-        tags = ", ".join(strategies(name))
-        return f"`{key}.{TAGS[name]}` is missing; set it to one of {tags} ({where(path, root)})"
+        tags = ", ".join(strategies(section))
+        return f"`{key}.{TAGS[section]}` is missing; set it to one of {tags} ({where(path, root)})"
     if kind == "union_tag_invalid":
-        tag_path = [*path, TAGS[name]]
-        return _choice_line(tag_path, detail["ctx"]["tag"], list(strategies(name)), root)
+        tag_path = [*path, TAGS[section]]
+        return _choice_line(tag_path, detail["ctx"]["tag"], list(strategies(section)), root)
     if kind == "literal_error":
         expected = detail["ctx"]["expected"].replace(" or ", ", ")
         choices = [choice.strip().strip("'") for choice in expected.split(",")]
@@ -167,16 +185,17 @@ def _explain(detail: Detail, root: YamlNode, schema: type[Options]) -> str:
     return f"{key}={shown(detail['input'])}: expected {expected} ({where(path, root)})"
 
 
-def _path_of(detail: Detail) -> list[str | int]:
+def _path_of(detail: Detail, schema: type[Options]) -> list[str | int]:
     """The place of an error, without the tags, which pydantic inserts behind a section with
     strategies.
     """
-    path = []
-    before: str | int = ""
+    path: list[str | int] = []
+    is_behind_tag = False
     for part in detail["loc"]:
-        if part not in strategies(str(before)):
+        has_tag = not is_behind_tag and _tag_of(path, schema) is not None
+        is_behind_tag = has_tag and part in strategies(_section_of(path, schema))
+        if not is_behind_tag:
             path.append(part)
-        before = part
     return path
 
 
@@ -228,11 +247,11 @@ def _unknown_key_advice(path: KeyPath, root: YamlNode, schema: type[Options]) ->
         return f"it is now called `{new_key}`"
 
     *parent, name = path
-    section = dotted(parent)
+    section = _section_of(parent, schema)
     owners = [tag for tag, options in strategies(section).items() if name in options.model_fields]
-    chosen = root.find([section, TAGS[section]]) if owners else None
+    chosen = root.find([*parent, TAGS[section]]) if owners else None
     if chosen is not None:
-        tag_key = f"{section}.{TAGS[section]}"
+        tag_key = dotted([*parent, TAGS[section]])
         return (
             f"it belongs to {tag_key}={' | '.join(owners)}, and {tag_key}={chosen.value} does not "
             "use it; remove the key"
@@ -261,9 +280,9 @@ def _choice_line(path: KeyPath, value: object, choices: Sequence[str], root: Yam
 def _section_line(path: KeyPath, value: object, root: YamlNode, schema: type[Options]) -> str:
     """The line of a section that is not a mapping."""
     key = dotted(path)
-    tag = TAGS.get(key)
+    tag = _tag_of(path, schema)
     if tag is not None:
-        names = list(strategies(key))
+        names = list(strategies(_section_of(path, schema)))
         named = value if value in names else names[0]
         example = f"{key}: {{{tag}: {named}}}"
     else:

@@ -37,7 +37,7 @@ TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 MARKED = {
     # A download, or a program that uses a network.
     "network": r"git clone |make install(-gpu)?$|source \.venv-gpu/|pip install |pacs-megatron "
-    r"(fetch|data preview) ",
+    r"(fetch|data preview) |pacs-megatron export .* --push ",
     # The site's own file, its queue, its shared folders.
     "cluster": r"cp |export |pacs-megatron (preflight .* --cluster|cancel) ",
     # Transformer Engine, but no GPU.

@@ -133,10 +133,12 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def text_keys() -> list[str]:
-    """All keys of a run whose value contains free text."""
-    return list(
-        dict.fromkeys(key for key, _, field in all_keys() if "str" in str(field.annotation))
-    )
+    """All keys of a run whose value contains free text; `submit` rejects a run with an agent."""
+    keys = []
+    for key, _, field in all_keys():
+        if "str" in str(field.annotation) and not key.startswith("rollout.agent"):
+            keys.append(key)
+    return list(dict.fromkeys(keys))
 
 
 def accepted(sandbox: Sandbox, base: Sequence[str], payload: str) -> list[str]:
