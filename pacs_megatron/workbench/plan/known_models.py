@@ -52,6 +52,13 @@ _QWEN25_7B: Mapping[str, Any] = {
     "vocab_size": 152064,
     "max_position_embeddings": 131072,
 }
+_QWEN25_72B: Mapping[str, Any] = {
+    **_qwen(8192, 80, 64, 29568, tied=False),
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
 _QWEN25_3B: Mapping[str, Any] = {
     **_qwen(2048, 36, 16, 11008, tied=True),
     "model_type": "qwen2",
@@ -69,6 +76,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen/Qwen2.5-3B": _QWEN25_3B,
     "Qwen/Qwen2.5-7B": _QWEN25_7B,
+    "Qwen/Qwen2.5-72B": _QWEN25_72B,
 }
 QUICKSTART_MODEL: Mapping[str, Any] = {
     **_qwen3(128, 2, 4, 256, tied=True),

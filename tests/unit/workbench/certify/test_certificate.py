@@ -233,12 +233,15 @@ def test_every_shipped_run_has_a_tiny_case(name: str) -> None:
     first, second = case.layouts
     assert max(first.world_size, second.world_size) <= 8
     assert first != second
-    assert (first.tp, first.pp, first.cp, first.ep) == (
-        parallel.tp,
-        parallel.pp,
-        parallel.cp,
-        parallel.ep,
-    )
+    axes = (first.tp, first.pp, first.cp, first.ep)
+    shipped = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+    if parallel.tp * parallel.pp * parallel.cp <= 8:
+        assert axes == shipped
+    else:
+        # Smaller, but every axis that the run has is there.
+        assert all(
+            1 < small <= large for small, large in zip(axes, shipped, strict=True) if large > 1
+        )
 
     spec = read_spec(case.hf_config)
     for layout in case.layouts:

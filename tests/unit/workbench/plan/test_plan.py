@@ -53,6 +53,7 @@ def test_published_parameter_counts() -> None:
         "Qwen/Qwen3-32B": 32_762_123_264,
         "Qwen/Qwen3-30B-A3B": 30_532_122_624,
         "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "Qwen/Qwen2.5-72B": 72_706_203_648,
     }
     for name, count in published.items():
         spec = find_spec(name)
@@ -139,7 +140,7 @@ def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_p
     )
     text, fits = run_plan(path, [])
     assert fits and ("most of them whole" in text or "all of them whole" in text) == holds
-    if not any(word in path.stem for word in ("4b", "30b")):
+    if not any(word in path.stem for word in ("4b", "30b", "72b")):
         both = tmp_path / "both.yaml"
         both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200-groups.yaml'}]\n")
         plan = make_plan(load_config(both))
