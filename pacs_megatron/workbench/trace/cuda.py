@@ -6,9 +6,10 @@ Only queries and calls without a numeric effect are replaced; no operation on te
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,15 @@ class GpuFacts:
     per_node: int = 8
 
 
+_on_wait: list[Callable[[str], None]] = []
+"""called when the host waits for the GPU"""
+
+
+def _wait(operation: str) -> None:
+    for call in _on_wait:
+        call(operation)
+
+
 class _Stream:
     """A stream that is always idle."""
 
@@ -50,7 +60,8 @@ class _Stream:
 
     def wait_stream(self, *_args: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _wait("Stream.synchronize")
 
     def query(self) -> bool:
         return True
@@ -65,7 +76,8 @@ class _Event:
 
     def wait(self, *_args: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _wait("Event.synchronize")
 
     def query(self) -> bool:
         return True
@@ -74,14 +86,20 @@ class _Event:
         return 0.0
 
 
-def replace_cuda(gpu: GpuFacts, on_resize: Callable[[torch.UntypedStorage], None]) -> None:
+def replace_cuda(
+    gpu: GpuFacts,
+    on_resize: Callable[[torch.UntypedStorage], None],
+    on_wait: Callable[[str], None],
+) -> None:
     """Replaces the queries of torch.cuda for the rest of this process.
 
     Args:
         gpu: what the queries answer.
         on_resize: called after each `UntypedStorage.resize_`, which is not an operation of the
             dispatcher.
+        on_wait: called with the name of each function that waits for the GPU.
     """
+    _on_wait[:] = [on_wait]
     _replace_queries(gpu)
     _replace_streams()
     _replace_generators(gpu.per_node)
@@ -113,7 +131,6 @@ def _replace_queries(gpu: GpuFacts) -> None:
         "get_device_properties": properties,
         "get_device_capability": gpu.capability,
         "get_device_name": gpu.name,
-        "synchronize": None,
         "set_device": None,
         "empty_cache": None,
         "memory_allocated": 0,
@@ -130,6 +147,7 @@ def _replace_queries(gpu: GpuFacts) -> None:
     }
     for name, answer in answers.items():
         setattr(_cuda, name, _constant(answer))
+    _cuda.synchronize = lambda *_args, **_options: _wait("cuda.synchronize")
 
     _cuda.nvtx.range_push = _constant(0)
     _cuda.nvtx.range_pop = _constant(0)
@@ -232,15 +250,31 @@ def _apply(
 
 def call_site(skip: int = 1, limit: int = 3) -> str:
     """The innermost frames outside of torch and this package, as file:line."""
-    places: list[str] = []
-    frame: types.FrameType | None = sys._getframe(skip + 1)
-    while frame is not None and len(places) < limit:
+    frames = itertools.islice(_program_frames(skip + 2), limit)
+    return " < ".join(f"{file}:{frame.f_lineno}" for file, frame in frames)
+
+
+def call_function(skip: int = 1) -> str:
+    """The innermost function outside of torch and this package, as file:function.
+
+    A function inside of another has the outer one's name; comprehensions are none of their own in
+    Python 3.12.
+    """
+    for file, frame in _program_frames(skip + 2):
+        name = frame.f_code.co_qualname.partition(".<locals>")[0]
+        return f"{file}:{name}"
+    return ""
+
+
+def _program_frames(skip: int) -> Iterator[tuple[str, types.FrameType]]:
+    """Frames outside of torch and this package, innermost first, each with its short file name."""
+    frame: types.FrameType | None = sys._getframe(skip)
+    while frame is not None:
         file = frame.f_code.co_filename
         is_own = "/workbench/trace/" in file or file.endswith("contextlib.py")
         if "/torch/" not in file and not is_own and "<" not in file:
             short = file.split("/site-packages/")[-1]
             if "/pacs_megatron/" in short:
                 short = "pacs_megatron/" + short.rpartition("/pacs_megatron/")[2]
-            places.append(f"{short}:{frame.f_lineno}")
+            yield short, frame
         frame = frame.f_back
-    return " < ".join(places)

@@ -26,7 +26,7 @@ class Label:
         """The part of the model, or `state`: weights, gradients and optimizer."""
         if self.phase == "build":
             return "state"
-        return self.module.removeprefix("module.module.") or "outside of modules"
+        return self.module or "outside of modules"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,21 @@ goes to the host is 0, and is counted with its place.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from pacs_megatron.workbench.trace.collectives import CollectiveTrace
-from pacs_megatron.workbench.trace.cuda import DEVICE, call_site
+from pacs_megatron.workbench.trace.collectives import Collective, CollectiveTrace
+from pacs_megatron.workbench.trace.cuda import DEVICE, call_function, call_site
+from pacs_megatron.workbench.trace.exchange import Exchange
 from pacs_megatron.workbench.trace.ledger import Label, Ledger
 
 aten = torch.ops.aten
@@ -96,8 +99,8 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.invented: Counter[str] = Counter()
         """values that went to the host without a shadow, by place"""
         self.unknown_shapes: Counter[str] = Counter()
-        self.host_syncs: Counter[tuple[str, str, str]] = Counter()
-        """operations that wait for the GPU, by (phase, operation, place)"""
+        self.host_syncs: Counter[tuple[str, str, str, str]] = Counter()
+        """operations that wait for the GPU, by (phase, operation, file:line, file:function)"""
         self.hidden_shape: tuple[int, int, int] | None = None
         """shape of the hidden states that a neighbour of the pipeline sends"""
         self._depth = 0
@@ -109,6 +112,10 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.collectives.phase = name
         self.ledger.start_phase(name)
 
+    def count_wait(self, operation: str) -> None:
+        """Counts an operation for which the host waits for the GPU."""
+        self.host_syncs[self.phase, operation, call_site(limit=1), call_function()] += 1
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, operation: str = "empty") -> Any:
         """A new fake CUDA tensor, counted."""
         options = {"dtype": dtype, "device": DEVICE, "pin_memory": False}
@@ -118,14 +125,18 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def shadow(self, tensor: Any) -> Any:
         """The real values of a tensor, or None."""
-        if isinstance(tensor, FakeTensor):
-            return getattr(tensor, "_shadow", None)
-        return tensor
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        awaited = getattr(tensor, "_awaited", None)
+        if awaited is not None:
+            awaited()
+        return getattr(tensor, "_shadow", None)
 
     def set_shadow(self, tensor: Any, values: torch.Tensor | None) -> None:
         """Real values of a fake tensor; no shadow for None or too many."""
         has_shadow = values is not None and _may_have_shadow(values)
         tensor._shadow = values if has_shadow else None
+        tensor._awaited = None
 
     def _count_memory(self, tensor: torch.Tensor, operation: str) -> None:
         module = self.modules[-1] if self.modules else ""
@@ -149,8 +160,9 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(func, types, args, kwargs)
 
         self._check_devices(func, args, tensors)
-        if _waits_for_device(func, args, target):
-            self.host_syncs[self.phase, str(func).split(".")[1], call_site(limit=1)] += 1
+        wait = _wait_of(func, args, kwargs, target)
+        if wait is not None:
+            self.count_wait(wait)
         if func is aten._local_scalar_dense.default:
             return self._to_host(args[0], (), args[0].dtype).item()
         if func is aten._to_copy.default and target == "cpu":
@@ -350,15 +362,20 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     # ----------------------------------------------------------------------------- collectives
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        self.collectives.record(func, args, kwargs)
-        self._exchange(str(func).split(".")[1], args, self.collectives.group_size(args, kwargs))
+        call = self.collectives.record(func, args, kwargs)
+        exchange = self.collectives.exchange
+        if exchange is None:
+            self._exchange_alone(call, args)
+        else:
+            self._exchange(exchange, call, args)
         work = self.collectives.finished()
         if len(func._schema.returns) == 1:
             return work
         return (args[0], work)
 
-    def _exchange(self, name: str, args: Sequence[Any], size: int) -> None:
+    def _exchange_alone(self, call: Collective, args: Sequence[Any]) -> None:
         """The result of a collective if every rank has this rank's data."""
+        name = call.operation
         if name == "recv_" and self.hidden_shape is not None:
             # The number and the sizes of the dimensions, which a neighbour sends before the data.
             for out in args[0]:
@@ -371,12 +388,48 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
         elif name == "_allgather_base_":
             sent = self.shadow(args[1])
             if sent is not None:
-                repeated = sent.reshape(1, -1).expand(size, -1)
+                repeated = sent.reshape(1, -1).expand(len(call.ranks), -1)
                 self._receive(args[0], repeated.reshape(args[0].shape))
         elif name == "alltoall_base_":
             sent = self.shadow(args[1])
             if sent is not None and sent.numel() == args[0].numel():
                 self._receive(args[0], sent.reshape(args[0].shape))
+
+    def _exchange(self, exchange: Exchange, call: Collective, args: Sequence[Any]) -> None:
+        """The result of a collective with the values of all ranks, where the host can read them:
+        of tensors on the host, and of integers on the GPU.
+        """
+        sent, received = _sides(call, args)
+        if not _has_values([*sent, *received], call):
+            return
+        if call.operation == "recv_":
+            ticket = exchange.receive(call)
+        else:
+            values = [self.shadow(tensor) for tensor in sent]
+            arrays = [None if value is None else value.numpy() for value in values]
+            ticket = exchange.post(call, arrays)
+        if call.operation == "send":
+            return
+        reduce_op = self.collectives.reduce_op
+
+        def finish() -> None:
+            shares = exchange.wait(ticket)
+            if call.operation == "recv_":
+                shares = [shares]
+            results: Sequence[torch.Tensor | None] = [None] * len(received)
+            if all(value is not None for value in itertools.chain(*shares)):
+                values = [[torch.from_numpy(value) for value in share] for share in shares]
+                results = _combined(call, args, values, reduce_op)
+            for out, result in zip(received, results, strict=True):
+                self._receive(out, None if result is None else result.reshape(out.shape))
+
+        if call.device == "cuda":
+            # Calls on a GPU overlap, so the wait is where the host reads the values.
+            for out in received:
+                self.set_shadow(out, None)
+                out._awaited = finish
+        else:
+            self.collectives.complete(finish)
 
     def _receive(self, out: Any, values: torch.Tensor | None) -> None:
         if isinstance(out, FakeTensor):
@@ -385,18 +438,96 @@ class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]
             out.copy_(values)
 
 
-def _waits_for_device(func: Any, args: Sequence[Any], target: str | None) -> bool:
-    """Whether the host needs a value of the GPU, and so waits for all work before it."""
-    if func in (aten._local_scalar_dense.default, aten.equal.default):
+def _has_values(tensors: Sequence[torch.Tensor], call: Collective) -> bool:
+    """Whether the host can read the values of the call's tensors; the same on all ranks."""
+    if call.operation == "barrier" or call.device == "cpu":
         return True
+    return bool(tensors) and not tensors[0].is_floating_point()
+
+
+def _sides(call: Collective, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The tensors that this rank sends, and those that it receives.
+
+    Raises NotImplementedError for a collective of host tensors that the product does not use.
+    """
+    name = call.operation
+    if name in ("allreduce_", "broadcast_"):
+        return list(args[0]), list(args[0])
+    if name == "send":
+        return list(args[0]), []
+    if name == "recv_":
+        return [], list(args[0])
+    if name == "allgather_":
+        return list(args[1]), list(args[0][0])
+    if name == "_allgather_base_":
+        return [args[1]], [args[0]]
+    if name == "barrier":
+        return [], []
+    if call.device == "cpu":
+        raise NotImplementedError(f"a trace of all ranks has no {call.name} of host tensors")
+    return [], []
+
+
+def _combined(
+    call: Collective, args: Sequence[Any], shares: Sequence[list[torch.Tensor]], reduce_op: Any
+) -> list[torch.Tensor]:
+    """The tensors that this rank receives.
+
+    Args:
+        call: the collective.
+        args: of the operation.
+        shares: the tensors that each rank of the group sends.
+        reduce_op: of a reduction.
+    """
+    name = call.operation
+    if name == "barrier":
+        return []
+    if name == "recv_":
+        return shares[0]
+    if name == "broadcast_":
+        assert call.root is not None
+        return shares[call.root]
+    if name == "allgather_":
+        return [share[0] for share in shares]
+    if name == "_allgather_base_":
+        return [torch.cat([share[0].reshape(-1) for share in shares])]
+
+    stacked = torch.stack([share[0] for share in shares])
+    if reduce_op == dist.ReduceOp.MAX:
+        return [stacked.amax(0)]
+    if reduce_op == dist.ReduceOp.MIN:
+        return [stacked.amin(0)]
+    assert reduce_op == dist.ReduceOp.SUM, reduce_op
+    return [stacked.sum(0, dtype=stacked.dtype)]
+
+
+def _wait_of(func: Any, args: Sequence[Any], kwargs: Any, target: str | None) -> str | None:
+    """Name of the operation if the host waits in it for all earlier work of the GPU.
+
+    A blocking copy waits in both directions (ATen/native/cuda/Copy.cu, `memcpy_and_sync`).
+    """
+    if func is aten._local_scalar_dense.default:
+        return "item"
     if func is aten._to_copy.default:
-        return target == "cpu" and isinstance(args[0], FakeTensor)
+        source = args[0].device.type
+        wanted = source if target is None else target
+        return None if kwargs.get("non_blocking") else _copy_name(source, wanted)
     if func is aten.copy_.default:
-        return not isinstance(args[0], FakeTensor)
+        options = {"non_blocking": args[2] if len(args) > 2 else False, **kwargs}
+        is_async = options["non_blocking"]
+        return None if is_async else _copy_name(args[1].device.type, args[0].device.type)
     if func is aten.index.Tensor:
         masks = (torch.bool, torch.uint8)
-        return any(index is not None and index.dtype in masks for index in args[1])
-    return torch.Tag.dynamic_output_shape in func.tags
+        has_mask = any(index is not None and index.dtype in masks for index in args[1])
+        return "index by a mask" if has_mask else None
+    has_unknown_size = torch.Tag.dynamic_output_shape in func.tags
+    return str(func).split(".")[1] if has_unknown_size or func is aten.equal.default else None
+
+
+def _copy_name(source: str, target: str) -> str | None:
+    if source == target:
+        return None
+    return "copy to the host" if target == "cpu" else "copy to the GPU"
 
 
 def _may_have_shadow(tensor: torch.Tensor) -> bool:

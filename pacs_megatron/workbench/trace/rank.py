@@ -40,13 +40,31 @@ class TraceRequest:
     index: int = 0
     """number of the update in its step; from 1 on PACS's coefficients depend on the forward"""
     paths: tuple[str, ...] = ("step",)
-    """in order, of: step, reference, offload, export, checkpoint"""
+    """in order, of: step, reference, offload, export, checkpoint, whole step"""
+    has_uneven_lengths: bool = False
+    """of responses; otherwise all are equally long"""
+    num_one_class_groups: int = 0
+    """number of groups whose samples have one label, so that some objectives skip them"""
+    stop_rank: int = 0
+    """rank that gets a stop request in a whole step"""
+    stop_at_poll: int | None = None
+    """number of that rank's polls before the stop request; None: there is none"""
 
 
 def main() -> int:
     """Traces the request of the first argument."""
     die_with_parent()
     request = TraceRequest(**json.loads(sys.argv[1]))
+    prepare_process(request)
+
+    from pacs_megatron.workbench.trace.step import trace_step
+
+    json.dump(trace_step(request), sys.stdout)
+    return 0
+
+
+def prepare_process(request: TraceRequest) -> None:
+    """Imports torch with the guard, before anything else does."""
     # Megatron and Transformer Engine compile fused functions; dynamo would meet another fake mode.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -57,11 +75,6 @@ def main() -> int:
 
     install_guard(library)
     hide_packages(request)
-
-    from pacs_megatron.workbench.trace.step import trace_step
-
-    json.dump(trace_step(request), sys.stdout)
-    return 0
 
 
 def hide_packages(request: TraceRequest) -> None:

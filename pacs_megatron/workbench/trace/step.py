@@ -9,33 +9,41 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from pacs_megatron.batching.split import plan_microbatches
-from pacs_megatron.batching.tables import select_tokens, single_turn_writers
-from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.batching.tables import select_tokens
 from pacs_megatron.config.layout import layout_of, ranks_to_start
 from pacs_megatron.config.load import load_config
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts, TokenBuffers
+from pacs_megatron.contracts import Layout, MiniBatch, SampleFacts
 from pacs_megatron.models import ModelSpec, read_spec
+from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan.known_models import need_config
 from pacs_megatron.workbench.trace.collectives import CollectiveTrace, join_fake_world
-from pacs_megatron.workbench.trace.cuda import GpuFacts, replace_cuda
+from pacs_megatron.workbench.trace.cuda import DEVICE, GpuFacts, replace_cuda
 from pacs_megatron.workbench.trace.ledger import Moment
 from pacs_megatron.workbench.trace.mode import FakeCuda
 from pacs_megatron.workbench.trace.rank import TraceRequest
+from pacs_megatron.workbench.trace.samples import build_samples
+
+if TYPE_CHECKING:
+    from pacs_megatron.policy.critic import Critic
+    from pacs_megatron.policy.engine import MegatronPolicy
 
 GIB = 2**30
 _DEFAULT_GPU = "h200"
-_REPORTED = ("entropy", "logprob", "loss", "mismatch_abs", "mismatch_kl", "mismatch_over")
+_REPORTED = (
+    *("entropy", "logprob", "loss", "mismatch_abs", "mismatch_kl", "mismatch_over"),
+    *("return", "return_square", "error", "error_square"),
+)
 """sums of an update's report, which the last stage of a pipeline broadcasts"""
 
 
@@ -45,31 +53,40 @@ def trace_step(request: TraceRequest) -> dict[str, Any]:
     Returns:
         Peaks, live bytes, work and collectives by phase, in plain JSON values; see `_result`.
     """
-    config = load_config(Path(request.config), request.overrides).config
-    spec = _spec_of(config, request)
-    world_size = ranks_to_start(config)
-    layout = layout_of(config, world_size)
+    mode = FakeCuda(CollectiveTrace())
+    fake_gpus(request, mode)
+    return _result(execute(request, mode), mode)
 
-    collectives = CollectiveTrace()
-    mode = FakeCuda(collectives)
-    gpu = GPUS[config.resources.gpu or _DEFAULT_GPU]
+
+def fake_gpus(request: TraceRequest, mode: FakeCuda) -> None:
+    """Gives this process the GPUs of the request's run, before the first import of Megatron."""
+    resources = load_config(Path(request.config), request.overrides).config.resources
+    gpu = GPUS[resources.gpu or _DEFAULT_GPU]
     facts = GpuFacts(
         name=f"NVIDIA {gpu.name.upper()}",
         memory_bytes=int(gpu.memory_bytes),
-        per_node=config.resources.gpus_per_node or 1,
+        per_node=resources.gpus_per_node or 1,
     )
-    replace_cuda(facts, mode.ledger.resize)
+    replace_cuda(facts, mode.ledger.resize, mode.count_wait)
     if sys.modules.get("transformer_engine", "absent") is not None:
         from pacs_megatron.workbench.trace import transformer_engine
 
         transformer_engine.replace_kernels(mode)
 
+
+def execute(request: TraceRequest, mode: FakeCuda) -> TracedRank:
+    """Executes the request's paths, after `fake_gpus`. Once per process."""
+    config = load_config(Path(request.config), request.overrides).config
+    world_size = ranks_to_start(config)
+    per_node = config.resources.gpus_per_node or 1
     with mode:
         mode.start_phase("build")
-        join_fake_world(collectives, request.rank, world_size, facts.per_node)
-        run = _TracedRank(request, config, spec, layout, mode)
+        join_fake_world(mode.collectives, request.rank, world_size, per_node)
+        run = TracedRank(
+            request, config, _spec_of(config, request), layout_of(config, world_size), mode
+        )
         run.execute()
-    return _result(run, mode)
+    return run
 
 
 def _spec_of(config: RunConfig, request: TraceRequest) -> ModelSpec:
@@ -79,7 +96,7 @@ def _spec_of(config: RunConfig, request: TraceRequest) -> ModelSpec:
     return read_spec({**need_config(config.model.path, "model.path"), **shape})
 
 
-class _TracedRank:
+class TracedRank:
     """The policy of one rank, and the phases that it went through."""
 
     def __init__(
@@ -92,6 +109,7 @@ class _TracedRank:
     ) -> None:
         # After `replace_cuda`: the first import of Megatron looks for a GPU.
         from pacs_megatron.parallel import groups
+        from pacs_megatron.policy.critic import Critic, critic_optimizer
         from pacs_megatron.policy.engine import MegatronPolicy
         from pacs_megatron.training.context import build_model
 
@@ -103,13 +121,25 @@ class _TracedRank:
         """of this rank's update"""
         self.seconds: dict[str, float] = {}
         self.live_after: dict[str, int] = {}
-        self.rank = groups.initialize(layout, seed=1, control_timeout_s=600.0)
-        _stand_in_for_other_ranks(mode)
+        self.outcome = ""
+        """of a whole step: `trained` or `stopped`"""
+        rank = groups.initialize(layout, seed=1, control_timeout_s=600.0)
+        self.rank = replace(rank, device=DEVICE)  # a process has one fake GPU
+        _replace_norms()
+        if mode.collectives.exchange is None:
+            _stand_in_for_other_ranks(mode)
 
         self.policy = build_model(config, self.rank, spec, config.optimizer, MegatronPolicy)
-        self._follow_modules()
-        self._follow_hidden_shape()
-        self._follow_update()
+        self.models: list[MegatronPolicy] = [self.policy]
+        self.critic: Critic | None = None
+        if isinstance(config.objective, PpoOptions):
+            optimizer = critic_optimizer(config.optimizer, config.objective.critic.lr)
+            self.critic = build_model(config, self.rank, spec.critic(), optimizer, Critic)
+            self.models.append(self.critic)
+        for model in self.models:
+            self._follow_modules(model)
+            self._follow_hidden_shape(model)
+            self._follow_update(model)
 
     def execute(self) -> None:
         """Runs the paths that the request names."""
@@ -119,11 +149,13 @@ class _TracedRank:
             "offload": self._offload,
             "export": self._export,
             "checkpoint": self._checkpoint,
+            "whole step": self._whole_step,
         }
         self.objective = build_objective(
             self.config.objective,
             updates_per_step=max(self.config.batch.num_updates, self.request.index + 1),
         )
+        self.samples = build_samples(self.request, self.config, self.spec)
         minibatch = self._minibatch(self.objective)
         for path in self.request.paths:
             runs[path](minibatch)
@@ -132,14 +164,48 @@ class _TracedRank:
     def _step(self, minibatch: MiniBatch) -> None:
         objective = self.objective
         logprobs = {}
-        for name in objective.logprob_passes(self.request.index):
+        for name in sorted(objective.logprob_passes(self.request.index) - {"value"}):
             logprobs[f"{name}_logprobs"] = self._phase(
                 f"log-probs: {name}", functools.partial(self.policy.logprobs, minibatch, name)
             )
         minibatch = replace(minibatch, **logprobs)
-        step_inputs = objective.prepare_step(minibatch.facts)
+        facts = minibatch.facts
+        if self.critic is not None:
+            facts, minibatch = self._phase(
+                "critic: values", functools.partial(self._estimates, self.critic, minibatch)
+            )
+
+        step_inputs = objective.prepare_step(facts)
         for _ in range(self.request.updates):
             self._phase("update", lambda: self.policy.update(minibatch, objective, step_inputs))
+            if self.critic is not None:
+                update = functools.partial(self._update_critic, self.critic, minibatch)
+                self._phase("critic: update", update)
+
+    def _estimates(self, critic: Critic, minibatch: MiniBatch) -> tuple[SampleFacts, MiniBatch]:
+        """The facts and the mini-batch with the critic's values and advantages."""
+        values = critic.logprobs(minibatch, "value")
+        with_values = replace(minibatch, estimates={"value": values})
+        facts, minibatches = critic.with_estimates(minibatch.facts, [with_values], self.objective)
+        return facts, minibatches[0]
+
+    def _update_critic(self, critic: Critic, minibatch: MiniBatch) -> None:
+        assert self.objective.critic is not None
+        critic.update(replace(minibatch, routes=None), self.objective.critic, {})
+
+    def _whole_step(self, minibatch: MiniBatch) -> None:
+        """Needs the other ranks."""
+        from pacs_megatron.workbench.trace.whole_step import run_whole_step
+
+        self.outcome = run_whole_step(
+            request=self.request,
+            config=self.config,
+            rank=self.rank,
+            models=self.models,
+            objective=self.objective,
+            samples=self.samples,
+            mode=self.mode,
+        )
 
     def _reference(self, minibatch: MiniBatch) -> None:
         self._phase("take reference", lambda: self.policy.take_reference(reset_optimizer=True))
@@ -148,23 +214,29 @@ class _TracedRank:
     def _offload(self, minibatch: MiniBatch) -> None:
         from pacs_megatron.policy.offload import Offload
 
-        policy = self.policy
-        policy.offload = Offload("all", policy.chunks, policy.optimizer, self.rank.device)
-        self._phase("off-load to the host", policy.offload.to_host)
-        self._phase("export while off-loaded", self._fill_buckets)
-        self._phase("off-load to the device", policy.offload.to_device)
+        for model in self.models:
+            model.offload = Offload("all", model.chunks, model.optimizer, self.rank.device)
+
+        def to_host() -> None:
+            for model in self.models:
+                model.offload.to_host()
+
+        def to_device() -> None:
+            for model in self.models:
+                model.offload.to_device()
+
+        self._phase("off-load to the host", to_host)
+        self._phase("export while off-loaded", self._send_weights)
+        self._phase("off-load to the device", to_device)
 
     def _export(self, minibatch: MiniBatch) -> None:
-        self._phase("export", self._fill_buckets)
+        self._phase("export", self._send_weights)
 
-    def _fill_buckets(self) -> None:
-        from pacs_megatron.sglang.weights.bucket import Bucket
+    def _send_weights(self) -> None:
+        """Exports through the run's transport to a server that exists only in part."""
+        from pacs_megatron.workbench.trace.servers import send_weights
 
-        bucket = Bucket(2**29)
-        for name, tensor in self.policy.export_weights():
-            if not bucket.fits(tensor):
-                bucket.clear()
-            bucket.add(name, tensor)
+        send_weights(self.config, self.spec, self.policy)
 
     def _checkpoint(self, minibatch: MiniBatch) -> None:
         """Writes this rank's shards; without those of the others it cannot be loaded."""
@@ -175,18 +247,24 @@ class _TracedRank:
 
         # Megatron checks that all ranks together cover every tensor; the others do not exist.
         state_dict_utils.validate_sharding_integrity = lambda *_args, **_options: None
-        has_reference = self.policy.reference is not None
         alone = self._group_of_this_rank()
+        for model in self.models:
+            has_reference = model.reference is not None
+            name = "checkpoint" if model is self.policy else "critic: checkpoint"
+            with tempfile.TemporaryDirectory(prefix="pacs-trace-") as folder:
+                path = Path(folder)
 
-        with tempfile.TemporaryDirectory(prefix="pacs-trace-") as folder:
-            path = Path(folder)
+                def prepare(
+                    model: MegatronPolicy = model,
+                    path: Path = path,
+                    has_reference: bool = has_reference,
+                ) -> Any:
+                    state = sharded_state(model, is_loading=False, with_reference=has_reference)
+                    return prepare_sharded(state, path, own_copy(model))
 
-            def prepare() -> Any:
-                state = sharded_state(self.policy, is_loading=False, with_reference=has_reference)
-                return prepare_sharded(state, path, own_copy(self.policy))
-
-            prepared = self._phase("checkpoint: prepare", prepare)
-            self._phase("checkpoint: write", lambda: prepared.write(path, alone))
+                prepared = self._phase(f"{name}: prepare", prepare)
+                write = functools.partial(prepared.write, path, alone)
+                self._phase(f"{name}: write", write)
 
     def _group_of_this_rank(self) -> Any:
         groups = [
@@ -203,12 +281,18 @@ class _TracedRank:
         self.live_after[name] = self.mode.ledger.live_bytes
         return returned
 
-    def _follow_modules(self) -> None:
+    def _prefix(self, model: MegatronPolicy) -> str:
+        """Of the critic's phases and parts."""
+        return "critic: " if model is self.critic else ""
+
+    def _follow_modules(self, model: MegatronPolicy) -> None:
         """Labels what a module's forward allocates with its path, without layer numbers."""
         modules = self.mode.modules
-        for chunk in self.policy.chunks:
+        prefix = self._prefix(model)
+        for chunk in model.chunks:
             for path, module in chunk.named_modules():
-                kind = ".".join(part for part in path.split(".") if not part.isdigit())
+                inside = path.removeprefix("module.module.")
+                kind = prefix + ".".join(part for part in inside.split(".") if not part.isdigit())
 
                 def enter(*_args: Any, kind: str = kind) -> None:
                     modules.append(kind)
@@ -219,11 +303,10 @@ class _TracedRank:
                 module.register_forward_pre_hook(enter)
                 module.register_forward_hook(leave, always_call=True)
 
-    def _follow_hidden_shape(self) -> None:
+    def _follow_hidden_shape(self, model: MegatronPolicy) -> None:
         """Gives the mode the shape that a neighbour of the pipeline sends first."""
-        policy = self.policy
         layout = self.rank.layout
-        build_batches = policy._batches
+        build_batches = model._batches
 
         def batches(*args: Any, **options: Any) -> Any:
             built = build_batches(*args, **options)
@@ -233,32 +316,29 @@ class _TracedRank:
             self.mode.hidden_shape = (sequence, 1, self.spec.hidden_size)
             return built
 
-        policy._batches = batches  # type: ignore[method-assign]
+        model._batches = batches  # type: ignore[method-assign]
 
-    def _follow_update(self) -> None:
+    def _follow_update(self, model: MegatronPolicy) -> None:
         """Gives the parts of an update phases of their own."""
-        policy = self.policy
-        forward_backward = policy._forward_backward
-        optimizer_step = policy.optimizer.step
+        prefix = self._prefix(model)
 
-        def traced_forward_backward(*args: Any, **options: Any) -> Any:
-            self.mode.start_phase("forward and backward")
-            returned = forward_backward(*args, **options)
-            self.mode.start_phase("update")
-            return returned
+        def in_phase(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def traced(*args: Any, **options: Any) -> Any:
+                outer = self.mode.phase
+                self.mode.start_phase(f"{prefix}{name}")
+                returned = call(*args, **options)
+                self.mode.start_phase(outer)
+                return returned
 
-        def traced_step() -> Any:
-            self.mode.start_phase("optimizer")
-            returned = optimizer_step()
-            self.mode.start_phase("update")
-            return returned
+            return traced
 
-        policy._forward_backward = traced_forward_backward  # type: ignore[method-assign]
-        policy.optimizer.step = traced_step  # type: ignore[method-assign]
+        replaced: Any = model
+        replaced._forward_backward = in_phase("forward and backward", model._forward_backward)
+        replaced.optimizer.step = in_phase("optimizer", model.optimizer.step)
 
     # ------------------------------------------------------------------------------------- data
     def _minibatch(self, objective: Objective) -> MiniBatch:
-        facts, tokens = self._samples()
+        facts, tokens = self.samples
         plan = plan_microbatches(
             facts,
             layout=self.rank.layout,
@@ -275,44 +355,6 @@ class _TracedRank:
             index=self.request.index,
         )
 
-    def _samples(self) -> tuple[SampleFacts, TokenBuffers]:
-        """Groups with both labels; all samples have the same lengths."""
-        request = self.request
-        num_samples = request.num_groups * request.group_size
-        response = request.response_tokens
-        if response is None:
-            budget = self.config.batch.tokens_per_microbatch
-            response = max(8, budget // request.group_size - request.prompt_tokens)
-        response = min(response, max_sequence_tokens(self.config) - request.prompt_tokens)
-
-        prompt_lens = np.full(num_samples, request.prompt_tokens, dtype=np.int64)
-        response_lens = np.full(num_samples, response, dtype=np.int64)
-        labels = np.arange(num_samples) % 2.0
-        groups = np.repeat(np.arange(request.num_groups), request.group_size)
-        facts = SampleFacts(
-            ids=tuple(f"0:p{group}#{row}" for row, group in enumerate(groups)),
-            groups=groups,
-            labels=labels,
-            rewards=labels.copy(),
-            prompt_lens=prompt_lens,
-            response_lens=response_lens,
-            environment_lens=np.zeros(num_samples, dtype=np.int64),
-            truncated=np.zeros(num_samples, dtype=bool),
-        )
-
-        generator = np.random.default_rng(0)
-        num_tokens = int((prompt_lens + response_lens).sum())
-        vocabulary = min(self.spec.vocab_size, 1000)
-        tokens = TokenBuffers(
-            index=np.arange(num_samples),
-            token_ids=generator.integers(0, vocabulary, num_tokens).astype(np.int32),
-            offsets=np.concatenate([[0], np.cumsum(prompt_lens + response_lens)]),
-            writers=single_turn_writers(prompt_lens, response_lens),
-            sampler_logprobs=generator.normal(-2, 0.5, int(response_lens.sum())).astype(np.float32),
-            response_offsets=np.concatenate([[0], np.cumsum(response_lens)]),
-        )
-        return facts, tokens
-
 
 def _stand_in_for_other_ranks(mode: FakeCuda) -> None:
     """Replaces values that only another rank has.
@@ -320,8 +362,6 @@ def _stand_in_for_other_ranks(mode: FakeCuda) -> None:
     A broadcast value is this rank's own, or the names of an update's report. Rows of other
     data-parallel ranks are 0.
     """
-    from megatron.core.optimizer import clip_grads
-
     from pacs_megatron.policy import engine
 
     replaced: Any = engine
@@ -330,7 +370,7 @@ def _stand_in_for_other_ranks(mode: FakeCuda) -> None:
     gather = replaced.all_gather_by_index
 
     def broadcast(value: Any, src: int, group: dist.ProcessGroup) -> Any:
-        mode.collectives.record_objects("broadcast_json", group)
+        mode.collectives.meet_objects("broadcast_json", group, None)
         return value or sorted(names)
 
     def gather_own(*args: Any, **options: Any) -> Any:
@@ -339,18 +379,24 @@ def _stand_in_for_other_ranks(mode: FakeCuda) -> None:
     replaced.broadcast_json = broadcast
     replaced.all_gather_by_index = gather_own
 
-    # Without Apex and Transformer Engine Megatron builds a tensor from a list of CUDA scalars,
-    # which reads them below the dispatcher.
-    if sys.modules.get("transformer_engine", "absent") is None:
 
-        def norms(_size: int, _overflow: Any, lists: Any, *_args: Any) -> tuple[Any, None]:
-            squares = torch.stack([tensor.float().pow(2).sum() for tensor in lists[0]])
-            return squares.sum().sqrt().reshape(1), None
+def _replace_norms() -> None:
+    """Without Apex and Transformer Engine Megatron builds a tensor from a list of CUDA scalars,
+    which reads them below the dispatcher.
+    """
+    from megatron.core.optimizer import clip_grads
 
-        clip_grads.l2_norm_impl = norms
+    if sys.modules.get("transformer_engine", "absent") is not None:
+        return
+
+    def norms(_size: int, _overflow: Any, lists: Any, *_args: Any) -> tuple[Any, None]:
+        squares = torch.stack([tensor.float().pow(2).sum() for tensor in lists[0]])
+        return squares.sum().sqrt().reshape(1), None
+
+    clip_grads.l2_norm_impl = norms
 
 
-def _result(run: _TracedRank, mode: FakeCuda) -> dict[str, Any]:
+def _result(run: TracedRank, mode: FakeCuda) -> dict[str, Any]:
     peaks = {}
     for phase, peak in mode.ledger.peaks().items():
         labels = [
@@ -363,8 +409,8 @@ def _result(run: _TracedRank, mode: FakeCuda) -> dict[str, Any]:
         for moment in mode.ledger.moments()
     ]
     syncs = [
-        {"phase": phase, "operation": operation, "place": place, "count": count}
-        for (phase, operation, place), count in mode.host_syncs.items()
+        {"phase": phase, "operation": operation, "place": place, "function": name, "count": count}
+        for (phase, operation, place, name), count in mode.host_syncs.items()
     ]
     work = mode.work
     return {
