@@ -39,7 +39,7 @@ class Collective:
     peer: int | None = None
     """global rank of the other side of a send or a receive"""
     root: int | None = None
-    """number in the group of the rank whose data a broadcast or a scatter sends"""
+    """number in the group of the rank whose data a broadcast sends"""
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ class CollectiveTrace:
 
         device = tensors[0].device.type if tensors else "cpu"
         peer = ranks[args[2]] if operation in ("send", "recv_") else None
-        root = args[2] if operation in ("broadcast_", "scatter_", "gather_") else None
+        root = args[2] if operation == "broadcast_" else None
         call = Collective(
             operation=operation,
             backend=backend,

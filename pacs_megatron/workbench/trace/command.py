@@ -69,10 +69,12 @@ def _check(loaded: LoadedConfig, plan: Plan, *, local_layers: bool) -> None:
             "plan --trace executes a run's GPU path, and this run has no GPUs; set "
             "resources.gpus_per_node and resources.gpu"
         )
-    if config.precision.fp8 is not None:
+    fp8 = config.precision.fp8
+    if fp8 is not None and (local_layers or fp8.recipe != "blockwise"):
         raise ConfigError(
-            f"plan --trace cannot trace precision.fp8={config.precision.fp8} "
-            f"({loaded.where('precision.fp8')}); add the override precision.fp8=null to trace bf16"
+            "plan --trace traces FP8 with Transformer Engine's layers and the blockwise recipe "
+            f"only, got {fp8} ({loaded.where('precision.fp8')}); add the override "
+            "precision.fp8=null to trace bf16"
         )
     if len(trained_models(config, plan.spec)) > 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Transformer Engine on fake CUDA: its own Python code, with kernels that only allocate.
 
 Its modules, autograd functions, what they save and their collectives run unchanged. Each compiled
-kernel that a bf16 step calls is replaced by a function that checks devices and shapes, and
-allocates the outputs.
+kernel that a step calls in bf16 or in FP8 with scales of blocks is replaced by a function that
+checks devices and shapes, and allocates the outputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pacs_megatron.workbench.trace.mode import DeviceMixError, FakeCuda
 
 CUDNN_VERSION = (9, 15, 0)
+_BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+"""of a quantized tensor; its attributes have a leading underscore"""
 _FLOPS_OF_BACKWARD = 2.5
 """of attention, in units of the forward: five matrix products instead of two"""
 
@@ -40,10 +42,12 @@ class Kernels:
         out_dtype: Any,
         *_rest: Any,
     ) -> Any:
-        _without_fp8(quantizer)
         self._check("rmsnorm_fwd", x, weight)
-        if out is None:
-            out = self._new("rmsnorm_fwd", x.shape, _dtype(out_dtype, x.dtype))
+        dtype = _dtype(out_dtype, x.dtype)
+        if quantizer is not None:
+            out = self.quantize(x, quantizer, out)
+        elif out is None:
+            out = self._new("rmsnorm_fwd", x.shape, dtype)
         self._work("rmsnorm_fwd", 0, x, out)
         rows = x.numel() // x.shape[-1]
         return out, None, self._new("rmsnorm_fwd", (rows,), torch.float32)
@@ -54,6 +58,91 @@ class Kernels:
         of_x = self._new("rmsnorm_bwd", x.shape, dz.dtype)
         of_gamma = self._new("rmsnorm_bwd", gamma.shape, gamma.dtype)
         return of_x, of_gamma
+
+    # -------------------------------------------------------------------------------------- FP8
+    def quantize(self, tensor: Any, quantizer: Any, output: Any = None, _noop: Any = None) -> Any:
+        self._check("quantize", tensor)
+        if output is None:
+            output = self._quantized(tensor.shape, tensor.dtype, quantizer)
+        elif tuple(output.size()) != tuple(tensor.shape):
+            raise ValueError(f"quantize: {list(tensor.shape)} into {list(output.size())}")
+        self._work("quantize", 0, tensor, output)
+        return output
+
+    def split_quantize(
+        self, tensor: Any, sizes: Sequence[int], quantizers: Sequence[Any], **_options: Any
+    ) -> list[Any]:
+        pieces = torch.split(tensor, list(sizes))
+        return [self.quantize(*pair) for pair in zip(pieces, quantizers, strict=True)]
+
+    def create_empty_quantized_tensor(
+        self, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_rest: Any
+    ) -> Any:
+        return self._quantized(shape, dtype, quantizer)
+
+    def fp8_transpose(self, data: Any, _dtype: Any, *, out: Any = None) -> Any:
+        self._check("fp8_transpose", data, out)
+        if out is None:
+            shape = (data.shape[-1], *data.shape[:-1])
+            out = self._new("fp8_transpose", shape, data.dtype)
+        self._work("fp8_transpose", 0, data, out)
+        return out
+
+    def swap_first_dims(self, tensor: Any, *, out: Any = None) -> Any:
+        self._check("swap_first_dims", tensor, out)
+        if out is None:
+            shape = (tensor.shape[1], tensor.shape[0], *tensor.shape[2:])
+            out = self._new("swap_first_dims", shape, tensor.dtype)
+        self._work("swap_first_dims", 0, tensor, out)
+        return out
+
+    def fused_multi_row_padding(self, tensor: Any, out: Any, *_rows: Any) -> None:
+        self._check("fused_multi_row_padding", tensor, out)
+        self._work("fused_multi_row_padding", 0, tensor, out)
+
+    def fused_multi_row_unpadding(self, tensor: Any, out: Any, *_rows: Any) -> None:
+        self.fused_multi_row_padding(tensor, out)
+
+    def _quantized(self, shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
+        """Data and scales of blocks, whose shapes the quantizer computes.
+
+        Raises NotImplementedError for a quantizer with other scales.
+        """
+        from transformer_engine.pytorch.tensor import float8_blockwise_tensor as blockwise
+
+        if not isinstance(quantizer, blockwise.Float8BlockQuantizer):
+            raise NotImplementedError(
+                f"fake CUDA has no kernels of {type(quantizer).__name__}, only of blockwise FP8"
+            )
+        buffers: dict[str, Any] = dict.fromkeys(_BUFFERS)
+        if quantizer.rowwise_usage:
+            scales = quantizer.get_scale_shape(shape, columnwise=False)
+            buffers["rowwise_data"] = self._new("quantize", shape, torch.uint8)
+            buffers["rowwise_scale_inv"] = self._new("quantize", scales, torch.float32)
+        if quantizer.columnwise_usage:
+            columns = quantizer.get_columnwise_shape(shape)
+            scales = quantizer.get_scale_shape(shape, columnwise=True)
+            buffers["columnwise_data"] = self._new("quantize", columns, torch.uint8)
+            buffers["columnwise_scale_inv"] = self._new("quantize", scales, torch.float32)
+
+        options: dict[str, Any] = {
+            "fp8_dtype": quantizer.dtype,
+            "quantizer": quantizer,
+            "is_2D_scaled": quantizer.block_scaling_dim == 2,
+        }
+        if hasattr(quantizer, "all_gather_usage"):  # until Transformer Engine 2.15
+            import transformer_engine_torch as tex
+
+            formats = tex.Float8BlockScaleTensorFormat
+            is_compact = quantizer.all_gather_usage
+            options["data_format"] = formats.COMPACT if is_compact else formats.GEMM_READY
+        else:
+            options["fake_dtype"] = dtype
+        if quantizer.internal:
+            return blockwise.Float8BlockwiseQTensorStorage(**buffers, **options)
+        return blockwise.Float8BlockwiseQTensor(
+            shape=tuple(shape), dtype=dtype, **buffers, **options
+        )
 
     # --------------------------------------------------------------------------------- products
     def generic_gemm(  # noqa: PLR0913  (the kernel's own signature)
@@ -73,19 +162,22 @@ class Kernels:
         *_rest: Any,
         **_options: Any,
     ) -> Any:
-        _without_fp8(quantizer)
         self._check("generic_gemm", a, b, out, bias)
         rows_a, columns_a = _matrix(a)
         rows_b, columns_b = _matrix(b)
         inner_a = columns_a if transpose_a else rows_a
         inner_b = rows_b if transpose_b else columns_b
         if inner_a != inner_b:
-            raise ValueError(f"generic_gemm: {list(a.shape)} and {list(b.shape)} do not fit")
+            raise ValueError(f"generic_gemm: {list(a.size())} and {list(b.size())} do not fit")
 
-        shape = [columns_b] if transpose_b else list(b.shape[:-1])
+        shape = [columns_b] if transpose_b else list(b.size()[:-1])
         shape.append(rows_a if transpose_a else columns_a)
         if out is None:
-            out = self._new("generic_gemm", shape, _dtype(out_dtype, a.dtype))
+            dtype = _dtype(out_dtype, getattr(a, "dtype", torch.bfloat16))
+            if quantizer is not None:
+                out = self._quantized(shape, dtype, quantizer)
+            else:
+                out = self._new("generic_gemm", shape, dtype)
         elif out.numel() != math.prod(shape):
             raise ValueError(f"generic_gemm: out {list(out.shape)}, expected {shape}")
         self._work("generic_gemm", 2 * math.prod(shape) * inner_a, a, b, out)
@@ -179,17 +271,13 @@ class Kernels:
         return self._mode.empty(shape, dtype, f"te.{kernel}")
 
     def _work(self, kernel: str, flops: float, *tensors: Any) -> None:
-        sizes = [
-            tensor.numel() * tensor.element_size()
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-        ]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in _plain(tensors)]
         self._mode.work.add(self._mode.phase, f"te.{kernel}", flops, sum(sizes))
 
     def _check(self, kernel: str, *tensors: Any) -> None:
         """A kernel takes pointers: one to host memory is an illegal access."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.numel() and not tensor.is_cuda:
+        for tensor in _plain(tensors):
+            if tensor.numel() and not tensor.is_cuda:
                 raise DeviceMixError(f"te.{kernel}: a CPU tensor {list(tensor.shape)}")
 
     def _attention_flops(self, max_q: int, q: Any, bounds: Any) -> float:
@@ -202,6 +290,13 @@ class Kernels:
 _NAMES = (
     "rmsnorm_fwd",
     "rmsnorm_bwd",
+    "quantize",
+    "split_quantize",
+    "create_empty_quantized_tensor",
+    "fp8_transpose",
+    "swap_first_dims",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
     "generic_gemm",
     "te_general_grouped_gemm",
     "get_fused_attn_backend",
@@ -223,7 +318,8 @@ def replace_kernels(mode: FakeCuda) -> None:
 
     kernels = Kernels(mode)
     for name in _NAMES:
-        _replace_everywhere(getattr(tex, name), name, getattr(kernels, name), tex)
+        if hasattr(tex, name):  # `create_empty_quantized_tensor` is new in 2.20
+            _replace_everywhere(getattr(tex, name), name, getattr(kernels, name), tex)
 
     for module in _modules():
         if hasattr(module, "get_cudnn_version"):
@@ -259,9 +355,16 @@ def _data_ptr(self: FakeTensor) -> int:
     return int(self.untyped_storage()._cdata + self.storage_offset() * self.element_size())
 
 
-def _without_fp8(quantizer: Any) -> None:
-    if quantizer is not None:
-        raise NotImplementedError("fake CUDA has no quantizers of Transformer Engine yet")
+def _plain(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors, and the buffers of quantized ones."""
+    plain: list[torch.Tensor] = []
+    for tensor in tensors:
+        if hasattr(tensor, "_rowwise_data"):
+            buffers = [getattr(tensor, f"_{name}") for name in _BUFFERS]
+            plain.extend(buffer for buffer in buffers if buffer is not None)
+        elif isinstance(tensor, torch.Tensor):
+            plain.append(tensor)
+    return plain
 
 
 def _leading_tensors(args: Sequence[Any], count: int) -> list[Any]:
@@ -270,8 +373,8 @@ def _leading_tensors(args: Sequence[Any], count: int) -> list[Any]:
 
 
 def _matrix(tensor: Any) -> tuple[int, int]:
-    columns = tensor.shape[-1]
-    return (tensor.numel() // columns if tensor.dim() else 1), columns
+    shape = tuple(tensor.size())
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def _dtype(value: Any, default: torch.dtype) -> torch.dtype:

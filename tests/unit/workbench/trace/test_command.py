@@ -21,6 +21,7 @@ PPO = RUNS.parent / "paper" / "ppo-qwen3-4b.yaml"
         (DENSE, [], False, "--local-layers"),
         (RUNS / "quickstart.yaml", [], True, "has no GPUs"),
         (RUNS / "pacs-qwen3-14b-2n8g-tp4-fp8.yaml", [], True, "precision.fp8=null"),
+        (DENSE, ["precision.fp8={recipe: delayed}"], False, "blockwise recipe only"),
         (PPO, [], True, "critic"),
     ],
 )

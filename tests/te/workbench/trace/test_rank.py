@@ -1,0 +1,60 @@
+"""The GPU path of shipped configurations with Transformer Engine's layers, at true layout and
+width, with two layers a stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pacs_megatron.workbench.trace.rank import TraceRequest
+from tests.support.traced_rank import trace, unreviewed_waits
+
+FP8 = "configs/runs/pacs-qwen3-14b-2n8g-tp4-fp8.yaml"
+EXPERTS = "configs/runs/pacs-qwen3-30b-a3b-4n8g-ep8.yaml"
+WIDE = "configs/runs/pacs-qwen3-32b-4n8g-tp8.yaml"
+CRITIC = "configs/paper/ppo-qwen3-8b.yaml"
+PIPELINE = "configs/runs/pacs-qwen2.5-72b-8n8g-tp8-pp4.yaml"
+LOCAL_LAYERS_ONLY = ("rope_utils.py", "PackedAttention")
+
+
+@pytest.mark.parametrize(
+    ("config", "rank", "num_layers"),
+    [
+        (FP8, 0, 2),
+        (EXPERTS, 0, 2),
+        (WIDE, 0, 2),
+        (CRITIC, 0, 2),
+        (PIPELINE, 0, 8),
+        pytest.param(PIPELINE, 16, 8, marks=pytest.mark.campaign),
+        (PIPELINE, 31, 8),
+    ],
+)
+def test_a_shipped_run_executes(config: str, rank: int, num_layers: int) -> None:
+    request = TraceRequest(config=config, rank=rank, num_layers=num_layers)
+    traced = trace(request)
+
+    assert not traced["unknown_shapes"]
+    assert not unreviewed_waits(traced["host_syncs"])
+    places = " ".join(sync["function"] for sync in traced["host_syncs"])
+    for name in LOCAL_LAYERS_ONLY:
+        assert name not in places
+    labels = traced["peaks"]["forward and backward"]["by_label"]
+    assert any(label["operation"].startswith("te.") for label in labels)
+
+
+def test_fp8_keeps_the_inputs_of_products_in_one_byte() -> None:
+    """Of 14B at tp 4 a layer keeps for the backward pass, in bf16, the inputs of its four products:
+    the hidden states twice, the heads' outputs and the MLP's intermediate values.
+    """
+    in_fp8 = trace(TraceRequest(config=FP8, num_layers=2))
+    in_bf16 = trace(TraceRequest(config=FP8.replace("-fp8", ""), num_layers=2))
+
+    def quantized(traced: dict[str, Any]) -> int:
+        labels = traced["peaks"]["forward and backward"]["by_label"]
+        sizes = [each["num_bytes"] for each in labels if each["operation"] == "te.quantize"]
+        return sum(sizes)
+
+    assert quantized(in_bf16) == 0
+    assert quantized(in_fp8) > 0
