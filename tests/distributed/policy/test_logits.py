@@ -56,6 +56,9 @@ def reference_logits(folder: Path, vocab_size: int, dtype: torch.dtype) -> torch
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
+    if dtype == torch.float64:
+        # The default, grouped products, has no float64.
+        model.set_experts_implementation("eager")
     with torch.no_grad():
         return torch.cat(
             [model(torch.tensor([p])).logits[0].float() for p in fixed_prompts(vocab_size)]
@@ -108,14 +111,17 @@ def test_every_case_is_run() -> None:
 
 @pytest.mark.parametrize(("case", "layout"), RUNS)
 def test_logits_equal_transformers(case: str, layout: dict[str, Any], tmp_path: Path) -> None:
-    if CASES[case][0] in HYBRIDS and not HAS_DELTA_NETS:
+    is_hybrid = CASES[case][0] in HYBRIDS
+    if is_hybrid and not HAS_DELTA_NETS:
         pytest.skip("Megatron-Core 0.16 has no gated delta nets for packed samples")
     hf = make_family(tmp_path / "hf", case)
     vocab_size = CASES[case][1].get("vocab_size", 131)
-    expected = reference_logits(hf, vocab_size, torch.float32)
+    # A delta net amplifies rounding: transformers in fp32 is up to 6.1e-5 from float64.
+    dtype = torch.float64 if is_hybrid else torch.float32
+    expected = reference_logits(hf, vocab_size, dtype)
     found = policy_logits(convert(hf, tmp_path / "ckpt"), layout, "fp32")
     assert expected.std() > 0.3  # far from uniform, so that a wrong weight shows
-    assert (found - expected).abs().max().item() <= 2e-5
+    assert (found - expected).abs().max().item() <= (1e-4 if is_hybrid else 2e-5)
 
 
 def test_bf16_differs_by_rounding_only(tmp_path: Path) -> None:
