@@ -4,7 +4,7 @@ origin.
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -40,16 +40,19 @@ RENAMED_KEYS = {
 """Old key -> new key. An old key is rejected with the new name."""
 
 
+@cache
 def all_keys(
     schema: type[Options] = RunConfig, prefix: str = ""
-) -> Iterator[tuple[str, type[Options], FieldInfo]]:
+) -> tuple[tuple[str, type[Options], FieldInfo], ...]:
     """All keys as (dotted key, class, field), for each strategy of a section, without list
     indices.
     """
+    found = []
     for name, field in schema.model_fields.items():
-        yield f"{prefix}{name}", schema, field
+        found.append((f"{prefix}{name}", schema, field))
         for inner in options_classes(field.annotation):
-            yield from all_keys(inner, f"{prefix}{name}.")
+            found += all_keys(inner, f"{prefix}{name}.")
+    return tuple(found)
 
 
 def options_classes(annotation: object) -> list[type[Options]]:
@@ -101,15 +104,21 @@ def fields_at(
     return fields
 
 
+@cache
+def _mappings(schema: type[Options]) -> frozenset[str]:
+    """The keys of all mappings from names to sections."""
+    found = set()
+    for key, _, field in all_keys(schema):
+        if get_origin(field.annotation) is dict and options_classes(field.annotation):
+            found.add(key)
+    return frozenset(found)
+
+
 def _section_of(path: KeyPath, schema: type[Options]) -> str:
     """The dotted key of a place without list indices and without names that the user chooses, such
     as the columns of `where`.
     """
-    mappings = {
-        key
-        for key, _, field in all_keys(schema)
-        if get_origin(field.annotation) is dict and options_classes(field.annotation)
-    }
+    mappings = _mappings(schema)
     parts: list[str] = []
     is_name = False
     for part in path:

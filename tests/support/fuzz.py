@@ -30,7 +30,9 @@ MAX_GROWTH_BYTES = 256 * 2**20
 """Growth of the process's largest resident size after the first input."""
 
 
-def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[..., Any]:
+def fuzz(
+    test: Callable[..., Any], num_inputs: int = NUM_INPUTS, max_calls: int = MAX_CALLS
+) -> Callable[..., Any]:
     """Marks a hypothesis test as a long one and sets its number of inputs; goes above `@given`."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     configured = settings(
@@ -41,12 +43,12 @@ def fuzz(test: Callable[..., Any], num_inputs: int = NUM_INPUTS) -> Callable[...
         database=None,
     )
     handle: Any = test
-    handle.hypothesis.inner_test = _bounded(handle.hypothesis.inner_test)
+    handle.hypothesis.inner_test = _bounded(handle.hypothesis.inner_test, max_calls)
     marked: Callable[..., Any] = pytest.mark.full(configured(test))
     return marked if SEED is None else seed(int(SEED))(marked)
 
 
-def _bounded(test: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded(test: Callable[..., Any], max_calls: int) -> Callable[..., Any]:
     """`test`, which fails for an input that needs too many calls or too much memory."""
     inputs = 0
     most = 0
@@ -67,7 +69,7 @@ def _bounded(test: Callable[..., Any]) -> Callable[..., Any]:
                 most = max(most, sum(entry.callcount for entry in profile.getstats()))
             inputs += 1
             growth = _largest_bytes() - largest_at_first
-            assert most < MAX_CALLS, f"{most} calls for one input"
+            assert most < max_calls, f"{most} calls for one input"
             assert growth < MAX_GROWTH_BYTES, f"{growth} bytes of memory"
             if LOG and inputs % 100 == 0:
                 text = (

@@ -327,7 +327,8 @@ def _injected_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
     def own_only(_self: Any, facts: Any, minibatches: Any, own: Any) -> Any:
         found = {}
         for minibatch, values in zip(minibatches, own, strict=True):
-            found |= {minibatch.facts.ids[row]: value for row, value in values.items()}
+            rows = minibatch.tokens.index[: len(values)]
+            found |= {minibatch.facts.ids[row]: v for row, v in zip(rows, values, strict=True)}
         share = len(facts.ids) / max(len(found), 1)
         return np.array([found.get(name, 0.0) for name in facts.ids]) * share
 

@@ -26,7 +26,7 @@ from pacs_megatron.config.messages import all_keys
 from pacs_megatron.errors import ConfigError, PacsError
 from pacs_megatron.launch.batch_script import Submission, job_lines, train_arguments
 from pacs_megatron.launch.submit import expand, submit
-from tests.support.fuzz import NUM_INPUTS, fuzz
+from tests.support.fuzz import MAX_CALLS, NUM_INPUTS, fuzz
 from tests.support.messages import error_lines
 from tests.support.needs import require_nemo_run
 from tests.support.run_files import BASE
@@ -219,7 +219,8 @@ def test_the_check_sees_an_execution(sandbox: Sandbox) -> None:
     assert sandbox.canary.exists()
 
 
-@partial(fuzz, num_inputs=NUM_INPUTS // 20)  # a dry run takes seconds
+# A dry run takes seconds: it loads the configuration for each key of a text, with all keys before.
+@partial(fuzz, num_inputs=NUM_INPUTS // 20, max_calls=2 * MAX_CALLS)
 @pytest.mark.timeout(1800)
 @given(
     payload=st.text(
