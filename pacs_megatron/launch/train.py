@@ -201,7 +201,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     """
     from pacs_megatron.data.sources import find_source
     from pacs_megatron.observability.writers import check_wandb
-    from pacs_megatron.rewards.custom import find_file
+    from pacs_megatron.runtime.user_code import find_file
 
     config = loaded.config
     _check_model_path(loaded, "model.path", config.model.path)
@@ -212,7 +212,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
             find_source(path)
     for reward in _rewards(loaded):
         if isinstance(reward, CustomReward):
-            find_file(reward.function)
+            find_file(reward.function, "reward.function")
     if config.logging.wandb is not None:
         check_wandb(config.logging.wandb)
 

@@ -1,25 +1,23 @@
 """A user's own reward function, named in the configuration."""
 
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pacs_megatron.config.reward_options import AnyReward, CustomReward, WeightedReward
-from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Judgement, Prompt, RewardSample
 from pacs_megatron.contracts.reward_sample import MissingColumnError, reward_sample
-from pacs_megatron.errors import ConfigError, RewardError, shown
+from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.imports import imported_beside
 from pacs_megatron.rewards.labels import as_reward
+from pacs_megatron.runtime.user_code import describe, find_file, import_function
 
+KEY = "reward.function"
 _ASYNC = (
     "it is an async function, and the workers call plain functions in parallel; call asyncio.run "
     "inside it, or use reward.name: http"
@@ -51,12 +49,10 @@ class Custom:
                 return _checked(self._function(prompt, response))
             return _checked(self._function(sample))
         except RewardError as error:
-            raise RewardError(
-                f"reward.function={self._name}: {describe(error, named=False)}"
-            ) from error
+            raise RewardError(f"{KEY}={self._name}: {describe(error, named=False)}") from error
         except BaseException as error:  # a plug-in may raise anything: only this sample fails
             text = describe(error) + _names(error, prompt, sample)
-            raise RewardError(f"reward.function={self._name} raised {text}") from error
+            raise RewardError(f"{KEY}={self._name} raised {text}") from error
 
 
 def _names(error: BaseException, prompt: Prompt, sample: RewardSample) -> str:
@@ -83,39 +79,12 @@ def _checked(reward: Any) -> float | Judgement:
     return reward if isinstance(reward, Judgement) else as_reward(reward)
 
 
-def describe(error: BaseException, *, named: bool = True) -> str:
-    """One line for any exception, even if its `__str__` raises."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception as second:  # noqa: BLE001  text of a plug-in: it may raise anything
-        text = f"no text, its __str__ raised {type(second).__name__}"
-    return f"{type(error).__name__}: {text}" if named else text
-
-
 def _load(function: str) -> Callable[..., Any]:
     """Imports a function. Raises ConfigError if it is none, or async."""
-    file = find_file(function)
-    where, _, attribute = function.rpartition(":")
-    try:
-        module = importlib.import_module(where) if file is None else _load_file(file)
-    except BaseException as error:  # the user's module runs here and may raise anything
-        raise ConfigError(
-            f"reward.function={function!r}: importing {file or where} raised {describe(error)}; "
-            "the reward workers must be able to import it"
-        ) from error
-    if not hasattr(module, attribute):
-        raise ConfigError(
-            f"reward.function={function!r}: {where} has no {attribute!r}; define it or correct "
-            "the name"
-        )
-    loaded = getattr(module, attribute)
-    if not callable(loaded):
-        raise ConfigError(
-            f"reward.function={function!r} is a {type(loaded).__name__}, expected a function"
-        )
+    loaded = import_function(function, KEY)
     if inspect.iscoroutinefunction(loaded):
-        raise ConfigError(f"reward.function={function!r}: {_ASYNC}")
-    return loaded  # type: ignore[no-any-return]
+        raise ConfigError(f"{KEY}={function!r}: {_ASYNC}")
+    return loaded
 
 
 def _takes_prompt_and_response(function: Callable[..., Any], name: str) -> bool:
@@ -124,12 +93,12 @@ def _takes_prompt_and_response(function: Callable[..., Any], name: str) -> bool:
         signature = inspect.signature(function)
     except ValueError as error:
         raise ConfigError(
-            f"reward.function={name!r}: {describe(error, named=False)}; define a function f(sample)"
+            f"{KEY}={name!r}: {describe(error, named=False)}; define a function f(sample)"
         ) from error
     takes_two = _can_bind(signature, 2)
     if not takes_two and not _can_bind(signature, 1):
         raise ConfigError(
-            f"reward.function={name!r}{signature} cannot be called as f(sample); it takes one "
+            f"{KEY}={name!r}{signature} cannot be called as f(sample); it takes one "
             f"argument, which has the attributes {_FIELDS}"
         )
     parameters = list(signature.parameters.values())
@@ -146,24 +115,6 @@ def _can_bind(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def find_file(function: str) -> Path | None:
-    """The file of `path/to/file.py:function`, None for a module's function. Raises ConfigError."""
-    path, _, attribute = function.rpartition(":")
-    if not path or not attribute or path.endswith(":"):
-        raise ConfigError(
-            f"reward.function={function!r}: expected module:function or path/to/file.py:function"
-        )
-    if not path.endswith(".py"):
-        return None
-    file = Path(os.path.realpath(local_path(path)))
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"reward.function={shown(function, 300)}: no file {shown(str(file), 300)}; correct "
-            "the path"
-        )
-    return file
 
 
 def file_digests(reward: AnyReward | None) -> dict[str, str]:
@@ -183,7 +134,7 @@ def file_digests(reward: AnyReward | None) -> dict[str, str]:
     for one in rewards:
         if not isinstance(one, CustomReward):
             continue
-        file = find_file(one.function) or _module_file(one.function)
+        file = find_file(one.function, KEY) or _module_file(one.function)
         if file is not None:
             content = file.read_bytes()
             modules = imported_beside(file)
@@ -202,19 +153,6 @@ def _module_file(function: str) -> Path | None:
     if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
         return None
     return Path(spec.origin)
-
-
-def _load_file(file: Path) -> ModuleType:
-    name = f"pacs_custom_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before the module runs, because dataclasses look it up there
-    folder = str(file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a module beside it replaces no installed one
-    spec.loader.exec_module(module)
-    return module
 
 
 def build(options: CustomReward) -> Custom:

@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 from pacs_megatron.config.reward_options import AnyReward, RewardComponent, WeightedReward
 from pacs_megatron.contracts import Judgement, Prompt, RewardFn
 from pacs_megatron.errors import RewardError
-from pacs_megatron.rewards.custom import describe
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.json_reader import parse_json
+from pacs_megatron.runtime.user_code import describe
 
 JudgeInput = tuple[Prompt, str]
 """Prompt and response"""

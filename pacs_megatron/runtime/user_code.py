@@ -12,20 +12,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import ConfigError, shown
 
+_MAX_TEXT = 1000
+"""Characters of an exception in a message"""
 
-def describe(error: BaseException) -> str:
-    """One line for any exception, even if its `__str__` raises."""
+
+def describe(error: BaseException, *, named: bool = True) -> str:
+    """One line for any exception, even if its `__str__` raises.
+
+    Args:
+        error: The exception.
+        named: The line starts with the exception's type.
+    """
     try:
         text = " ".join(str(error).split())
     except Exception as second:  # noqa: BLE001  text of a plug-in: it may raise anything
         text = f"no text, its __str__ raised {type(second).__name__}"
-    return f"{type(error).__name__}: {text}"[:1000]
+    if named:
+        text = f"{type(error).__name__}: {text}"
+    return text[:_MAX_TEXT]
 
 
-def import_function(name: str, key: str) -> Callable[..., Any]:
-    """The function.
+def find_file(name: str, key: str) -> Path | None:
+    """The file of `path/to/file.py:function`, None for a module's function.
 
     Args:
         name: `module:function` or `path/to/file.py:function`; a path is absolute, or relative to
@@ -33,27 +44,49 @@ def import_function(name: str, key: str) -> Callable[..., Any]:
         key: of the configuration, for messages.
 
     Raises:
+        ConfigError: `name` has another form, or the file does not exist.
+    """
+    path, _, attribute = name.rpartition(":")
+    if not path or not attribute or path.endswith(":"):
+        raise ConfigError(
+            f"{key}={shown(name, 300)}: expected module:function or path/to/file.py:function"
+        )
+    if not path.endswith(".py"):
+        return None
+    file = Path(os.path.realpath(local_path(path)))
+    if not os.path.isfile(file):
+        raise ConfigError(
+            f"{key}={shown(name, 300)}: no file {shown(str(file), 300)}; correct the path"
+        )
+    return file
+
+
+def import_function(name: str, key: str) -> Callable[..., Any]:
+    """The function.
+
+    Args:
+        name: as for `find_file`.
+        key: of the configuration, for messages.
+
+    Raises:
         ConfigError: it is not found, its module cannot be imported, or it cannot be called.
     """
+    file = find_file(name, key)
     where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        raise ConfigError(f"{key}={name!r}: expected module:function or path/to/file.py:function")
-    file = None
-    if where.endswith(".py"):
-        file = Path(os.path.realpath(os.path.expanduser(where)))
-        if not file.is_file():
-            raise ConfigError(f"{key}={shown(name, 300)}: no file {file}; correct the path")
     try:
         module = importlib.import_module(where) if file is None else _load_file(file)
     except BaseException as error:  # the user's module runs here and may raise anything
         raise ConfigError(
-            f"{key}={name!r}: importing {file or where} raised {describe(error)}; the workers must "
-            "be able to import it"
+            f"{key}={name!r}: importing {file or where} raised {describe(error)}; the worker "
+            "processes must be able to import it"
         ) from error
-    found = getattr(module, attribute, None)
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"{key}={name!r}: {where} has no {attribute!r}; define it or correct the name"
+        )
+    found = getattr(module, attribute)
     if not callable(found):
-        kind = "nothing" if found is None else f"a {type(found).__name__}"
-        raise ConfigError(f"{key}={name!r}: {attribute} is {kind} there, expected a function")
+        raise ConfigError(f"{key}={name!r} is a {type(found).__name__}, expected a function")
     function: Callable[..., Any] = found
     return function
 

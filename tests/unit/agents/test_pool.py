@@ -245,8 +245,8 @@ def test_cancelled_trajectories_have_no_sample(agent_file, running):
     [
         ("def solve(problem, session): pass", "is no async function"),
         ("async def solve(problem): pass", "cannot be called as solve"),
-        ("solve = 5", "is a int there, expected a function"),
-        ("", "is nothing there"),
+        ("solve = 5", "is a int, expected a function"),
+        ("", "has no 'solve'"),
         ("import nothing_of_that_name", "raised ModuleNotFoundError"),
     ],
 )
