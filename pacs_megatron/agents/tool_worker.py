@@ -1,18 +1,13 @@
 """One process that runs tools, one call after another, for the tool pool.
 
-`main()` gets the pool's process id and a socket's descriptor as arguments. Both directions use JSON
-lines. The worker receives the setup and sends `{"ready": true}` or `{"error"}`. Then it receives
-calls and sends `{"text"}` or `{"failure"}` for each. It ends when the socket closes.
+Both directions use JSON lines (`runtime/worker_process.py`). The setup has the `tools` and their
+limits. Then the worker receives calls and sends `{"text"}` or `{"failure"}` for each.
 """
 
 import inspect
 import json
-import os
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +24,10 @@ from pacs_megatron.config.agent_options import (
     ToolOptions,
 )
 from pacs_megatron.config.text import local_path
-from pacs_megatron.errors import ConfigError, PacsError, ToolError
+from pacs_megatron.errors import PacsError, ToolError
 from pacs_megatron.rewards import sandbox
-from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
 from pacs_megatron.runtime.user_code import describe, import_function
+from pacs_megatron.runtime.worker_process import Connection, Handler, serve
 
 Tool = Callable[..., Any]
 _WITH_ERROR = """
@@ -51,36 +46,19 @@ _GRACE_S = 1.0
 
 def main() -> None:
     """Serves calls until the pool closes the socket."""
-    parent_pid, descriptor = map(int, sys.argv[1:])
-    die_with_parent(parent_pid=parent_pid)
-    ignore_job_signals()
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    lines = connection.makefile("r", encoding="utf-8")
+    serve(_call)
 
-    def send(message: Mapping[str, Any]) -> None:
-        with suppress(OSError, ValueError, AttributeError):
-            sys.stdout.flush()
-        try:
-            connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            os._exit(1)  # the pool closed the socket
 
-    setup = json.loads(lines.readline())
-    sys.path[:] = setup["sys_path"]
-    limit_memory(setup["memory_limit_bytes"])
+def _call(setup: Mapping[str, Any]) -> Handler:
+    """Raises ConfigError if a tool cannot be built."""
     adapter: TypeAdapter[dict[str, ToolOptions]] = TypeAdapter(dict[str, ToolOptions])
-    options = adapter.validate_json(setup["tools"])
-    try:
-        tools = build_tools(options, setup["seconds"])
-    except ConfigError as error:
-        send({"error": str(error)})
-        return
-    send({"ready": True})
-    with suppress(ConnectionResetError):
-        for line in lines:
-            call = json.loads(line)
-            send(run_call(tools[call["tool"]], call["arguments"], setup["chars"]))
+    tools = build_tools(adapter.validate_json(setup["tools"]), setup["seconds"])
+
+    def result(line: str, _: Connection) -> dict[str, str]:
+        call = json.loads(line)
+        return run_call(tools[call["tool"]], call["arguments"], setup["chars"])
+
+    return result
 
 
 def build_tools(options: Mapping[str, ToolOptions], seconds: float) -> dict[str, Tool]:

@@ -1,60 +1,42 @@
 """One process that runs agents, one trajectory after another, for the agent pool.
 
-`main()` gets the pool's process id and a socket's descriptor as arguments. Both directions use JSON
-lines, no pickle. The worker receives the setup and sends `{"ready": true}` or `{"error"}`. Then it
-receives a problem, sends operations (`generate`, `call`) and receives a reply to each, and sends
-`{"op": "done"}` or `{"op": "failed", "reason"}`. It ends when the socket closes.
+Both directions use JSON lines, no pickle (`runtime/worker_process.py`). The setup has the
+`function`. Then the worker receives a problem, sends operations (`generate`, `call`), receives a
+reply to each, and sends `{"op": "done"}` or `{"op": "failed", "reason"}`.
 """
 
 import asyncio
 import inspect
 import json
-import os
-import socket
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from pacs_megatron.agents.session import Problem, Session, TrajectoryEnded
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
 from pacs_megatron.runtime.user_code import describe, import_function
+from pacs_megatron.runtime.worker_process import Connection, Handler, serve
 
 KEY = "rollout.agent.function"
 
 
 def main() -> None:
     """Serves problems until the pool closes the socket."""
-    parent_pid, descriptor = map(int, sys.argv[1:])
-    die_with_parent(parent_pid=parent_pid)
-    ignore_job_signals()
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    lines = connection.makefile("r", encoding="utf-8")
-    replies = connection.makefile("w", encoding="utf-8")
+    serve(_solve)
 
-    setup = json.loads(lines.readline())
-    sys.path[:] = setup["sys_path"]
-    limit_memory(setup["memory_limit_bytes"])
-    try:
-        solve = load_agent(setup["function"])
-    except ConfigError as error:
-        _send(replies, {"error": str(error)})
-        return
-    _send(replies, {"ready": True})
 
-    def exchange(operation: Mapping[str, Any]) -> Mapping[str, Any]:
-        _send(replies, operation)
-        line = lines.readline()
-        if not line:
-            os._exit(1)  # the pool closed the socket
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+def _solve(setup: Mapping[str, Any]) -> Handler:
+    """Raises ConfigError if the user's function cannot be called."""
+    solve = load_agent(setup["function"])
 
-    with suppress(ConnectionResetError):
-        for line in lines:
-            _send(replies, run(solve, Problem(**json.loads(line)["problem"]), exchange))
+    def last_operation(line: str, connection: Connection) -> dict[str, Any]:
+        def exchange(operation: Mapping[str, Any]) -> Mapping[str, Any]:
+            connection.send(operation)
+            reply: dict[str, Any] = json.loads(connection.receive())
+            return reply
+
+        return run(solve, Problem(**json.loads(line)["problem"]), exchange)
+
+    return last_operation
 
 
 def load_agent(name: str) -> Callable[[Problem, Session], Any]:
@@ -93,14 +75,3 @@ def run(
         kind = type(result).__name__
         return {"op": "failed", "reason": f"it returned {kind}, expected None: the reward judges"}
     return {"op": "done"}
-
-
-def _send(replies: TextIO, message: Mapping[str, Any]) -> None:
-    # The agent may have closed or replaced it.
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-    try:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-    except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # the pool closed the socket

@@ -1,29 +1,23 @@
 """One process that judges responses, for the reward pool.
 
-`main()` gets the pool's process id and a socket's descriptor as arguments. Both directions use JSON
-lines, no pickle. The worker receives the options and sends `{"ready": true}` or `{"error"}`. Then
-it receives lists of inputs and sends `{"verdicts": [...]}` of `judge_all`. It ends when the socket
-closes. Only a user's function receives the token ids of a prompt: no other reward reads them.
+Both directions use JSON lines, no pickle (`runtime/worker_process.py`). The setup has the reward's
+`options`. Then the worker receives lists of inputs and sends `{"verdicts": [...]}` of `judge_all`.
+Only a user's function receives the token ids of a prompt: no other reward reads them.
 """
 
 import base64
 import json
-import os
-import socket
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.contracts import Prompt
-from pacs_megatron.errors import ConfigError
 from pacs_megatron.rewards.judging import JudgeInput, build_reward, judge_all
-from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
+from pacs_megatron.runtime.worker_process import Connection, Handler, serve
 
 _OTHER_FIELDS = [field.name for field in fields(Prompt) if field.name != "token_ids"]
 """fields of a prompt that every reward receives"""
@@ -32,27 +26,18 @@ _NO_TOKEN_IDS = np.empty(0, np.int32)
 
 def main() -> None:
     """Serves calls until the pool closes the socket."""
-    parent_pid, descriptor = map(int, sys.argv[1:])
-    die_with_parent(parent_pid=parent_pid)
-    ignore_job_signals()
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    lines = connection.makefile("r", encoding="utf-8")
-    replies = connection.makefile("w", encoding="utf-8")
+    serve(_judge)
 
-    setup = json.loads(lines.readline())
-    sys.path[:] = setup["sys_path"]
-    limit_memory(setup["memory_limit_bytes"])
+
+def _judge(setup: Mapping[str, Any]) -> Handler:
+    """Raises ConfigError if the reward cannot be built."""
     options = TypeAdapter(RewardOptions).validate_json(setup["options"])
-    try:
-        reward = build_reward(options)
-    except ConfigError as error:
-        _send(replies, {"error": str(error)})
-        return
-    _send(replies, {"ready": True})
-    with suppress(ConnectionResetError):  # the pool closed the socket before it read all data
-        for line in lines:
-            _send(replies, {"verdicts": judge_all(reward, decode_inputs(line))})
+    reward = build_reward(options)
+
+    def verdicts(line: str, _: Connection) -> dict[str, Any]:
+        return {"verdicts": judge_all(reward, decode_inputs(line))}
+
+    return verdicts
 
 
 def encode_inputs(inputs: Sequence[JudgeInput], *, with_token_ids: bool) -> bytes:
@@ -80,14 +65,3 @@ def decode_inputs(line: str) -> list[JudgeInput]:
         prompt = Prompt(**values | {"token_ids": token_ids})
         inputs.append((prompt, response))
     return inputs
-
-
-def _send(replies: TextIO, message: dict[str, Any]) -> None:
-    # The reward function may have closed or replaced it.
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-    try:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-    except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # the pool closed the socket after an unexpected text

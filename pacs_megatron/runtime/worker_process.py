@@ -6,6 +6,7 @@ identifies.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,11 +15,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeAlias
 
 import psutil
+
+from pacs_megatron.errors import ConfigError
+from pacs_megatron.runtime.processes import die_with_parent, ignore_job_signals, limit_memory
 
 _POLL_S = 0.1
 """Interval of the checks that a worker is alive, because a grandchild may keep the socket of a dead
@@ -48,7 +52,7 @@ class WorkerProcess:
         """Starts nothing.
 
         Args:
-            module: its `main` reads this process's id and the number of a socket from `sys.argv`.
+            module: its `main` calls `serve`.
             memory_limit_gib: of the worker and its child processes together.
             memory_key: of the configuration, for messages.
         """
@@ -214,6 +218,74 @@ class WorkerProcess:
                     note = b"\n[the rest of this response's output is left out]\n"
                 with contextlib.suppress(OSError):  # a full disk
                     os.write(2, data[:allowed] + note)
+
+
+class Connection:
+    """A worker's end of the socket. The worker ends at once when the other end is closed."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._lines = self._socket.makefile("r", encoding="utf-8")
+        self._replies = self._socket.makefile("w", encoding="utf-8")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends one JSON line, after the worker's own output."""
+        # The user's code may have closed or replaced it.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        try:
+            self._replies.write(json.dumps(message) + "\n")
+            self._replies.flush()
+        except OSError:
+            os._exit(1)
+
+    def receive(self) -> str:
+        """The next line."""
+        line = ""
+        with contextlib.suppress(ConnectionResetError):
+            line = self._lines.readline()
+        if not line:
+            os._exit(1)
+        return line
+
+    def __iter__(self) -> Iterator[str]:
+        """The lines until the other end closes the socket."""
+        return iter(self._lines)
+
+
+Handler: TypeAlias = Callable[[str, Connection], Mapping[str, Any]]
+"""The reply to a line; may exchange other lines before it"""
+
+
+def serve(build: Callable[[Mapping[str, Any]], Handler]) -> None:
+    """The `main` of a worker's module: receives the setup, sends `{"ready": true}` or `{"error"}`,
+    then the reply to each line.
+
+    The setup has `sys_path`, `memory_limit_bytes` (of this process) and the worker's own values.
+
+    Args:
+        build: Handler of this setup. May raise ConfigError, which is the `error`.
+    """
+    parent_pid, descriptor = map(int, sys.argv[1:])
+    die_with_parent(parent_pid=parent_pid)
+    ignore_job_signals()
+    connection = Connection(descriptor)
+
+    setup = json.loads(connection.receive())
+    sys.path[:] = setup["sys_path"]
+    limit_memory(setup["memory_limit_bytes"])
+    try:
+        handle = build(setup)
+    except ConfigError as error:
+        connection.send({"error": str(error)})
+        return
+    connection.send({"ready": True})
+
+    # The other end may close before it has read all data.
+    with contextlib.suppress(ConnectionResetError):
+        for line in connection:
+            connection.send(handle(line, connection))
 
 
 def _is_running(pid: int) -> bool:
