@@ -125,18 +125,26 @@ def spec_of(setup: Setup) -> Any:
     return replace(spec, num_layers=setup.layers)
 
 
-def random_weights(table: Any, dtype: torch.dtype) -> Callable[[str], torch.Tensor]:
-    """A reader of Hugging Face tensors drawn from their names: the same on every machine, rounded
-    to bf16 everywhere.
+def random_weights(
+    table: Any, dtype: torch.dtype, *, kind: str, device: torch.device
+) -> Callable[[str], torch.Tensor]:
+    """A reader of Hugging Face tensors drawn from their names, rounded to bf16.
+
+    Args:
+        table: names and shapes of the model's tensors.
+        dtype: of the tensors.
+        kind: `check` draws on the CPU, which gives the same values on every machine.
+        device: the other kinds draw there, which is faster.
     """
+    draws_on = torch.device("cpu") if kind == "check" else device
 
     def read(name: str) -> torch.Tensor:
         entry = table.by_hf[name]
         shape = entry.hf_shapes[entry.hf_names.index(name)]
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(shape, generator=generator)
+        generator = torch.Generator(draws_on).manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(shape, generator=generator, device=draws_on)
         value = 1.0 + 0.1 * noise if name.endswith("norm.weight") else 0.03 * noise
-        return value.bfloat16().to(dtype)
+        return value.bfloat16().to(dtype).cpu()
 
     return read
 
@@ -172,7 +180,13 @@ def build_policy(setup: Setup) -> Any:
         total_updates=1000,
         tokens_per_microbatch=setup.tokens_per_microbatch,
     )
-    policy.load_weights(random_weights(policy.table, policy.config.params_dtype))
+    weights = random_weights(
+        policy.table,
+        policy.config.params_dtype,
+        kind=setup.kind,
+        device=this_rank().device,
+    )
+    policy.load_weights(weights)
     return policy, precision.describe(options, precision.inspect_machine())
 
 

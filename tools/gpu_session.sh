@@ -39,6 +39,11 @@ part() { # name, seconds at most, command...
     if [ $status -eq 0 ]; then touch "$out/$name.done"; else tail -n 5 "$out/$name.log" && failed=1; fi
 }
 
+# Correctness and memory do not depend on what runs beside them, so these parts run side by side.
+beside() { # part or steps, with its arguments
+    "$@" &
+}
+
 steps() { # name, seconds, part that measured the same CPU reference, arguments of the benchmark
     local name=$1 seconds=$2 same=$3 file reference=()
     shift 3
@@ -74,12 +79,18 @@ END
 case $stage in
     1)
         part import 60 "$python" -c "import torch, megatron.core; print(torch.__version__, megatron.core.__version__)"
-        part modules 60 "$python" benchmarks/te_modules.py ${dry:+--dry-run-cpu} --out "$out/modules"
-        [ -n "$dry" ] || part head 60 "$python" -m pytest tests/gpu/policy/test_head.py -q
+        beside part modules 60 "$python" benchmarks/te_modules.py ${dry:+--dry-run-cpu} --out "$out/modules"
+        if [ -z "$dry" ]; then
+            beside part head 60 "$python" -m pytest tests/gpu/policy/test_head.py -q
+            beside part offload 120 "$python" -m pytest tests/gpu/policy/test_offload.py -q
+            beside part profile 60 "$python" -m pytest tests/gpu/observability -q
+        fi
+        # The first measures the CPU reference of the others, unless an earlier run has left it.
         steps check-fp32 130 check-fp32 --only-check --cases fp32
         for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do
-            steps "check-$case" 100 check-fp32 --only-check --cases "$case"
+            beside steps "check-$case" 100 check-fp32 --only-check --cases "$case"
         done
+        wait
         ;;
     2)
         for case in bf16 fp8-tensorwise fp8-blockwise fp8-delayed; do
@@ -102,8 +113,9 @@ case $stage in
             part plan-exact 260 "$python" -m pytest tests/distributed/workbench/plan/test_memory.py -q -k "one or tp2-tied"
         else
             for case in qwen3-none qwen3-full qwen3_moe-none qwen3_moe-full; do
-                part "plan-$case" 110 "$python" -m pytest "tests/gpu/workbench/plan/test_memory.py::test_one_stage_is_as_planned[$case]" -q
+                beside part "plan-$case" 110 "$python" -m pytest "tests/gpu/workbench/plan/test_memory.py::test_one_stage_is_as_planned[$case]" -q
             done
+            wait
         fi
         part constants 60 "$python" benchmarks/fit_constants.py "${out%/*}" "$out/constants"
         ;;
@@ -114,4 +126,6 @@ case $stage in
 esac
 summary
 echo "results: $out"
+# A part that ran beside others cannot set `failed`: its status file tells.
+[ -z "$(grep -L '^0 ' "$out"/*.status)" ] || failed=1
 exit $failed
