@@ -72,7 +72,7 @@ END
 }
 
 {
-    git rev-parse HEAD
+    git rev-parse HEAD 2>/dev/null || echo "${COMMIT:-unknown}"
     nvidia-smi
     "$python" -m pip list
 } >"$out/environment.log" 2>&1
