@@ -31,7 +31,9 @@ SHORT = (
 
 def run(*command: str) -> None:
     """Runs a module of this interpreter; ends the quickstart with its exit code if it fails."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
+    # A cluster's modules may have added packages to PYTHONPATH.
+    search_path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": search_path}
     code = subprocess.run([sys.executable, "-m", *command], env=environment, check=False).returncode
     if code:
         sys.exit(code)

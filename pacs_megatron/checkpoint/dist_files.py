@@ -10,6 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+# This import comes before those of Megatron.
+import pacs_megatron.parallel  # noqa: F401  # isort: skip
+
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pacs_megatron.runtime import ports
@@ -52,6 +53,14 @@ class _Child:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that is free; prefer port 0 if the server reports its port."""
     return ports.free_port("127.0.0.1")
+
+
+def search_path(first: Path) -> str:
+    """PYTHONPATH with a folder before what it already has.
+
+    A GPU machine may have its packages there.
+    """
+    return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_ranks(

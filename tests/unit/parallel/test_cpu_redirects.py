@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from pacs_megatron.parallel import cpu_redirects
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, search_path
 
 GLOBALS = ("zeros", "empty", "tensor", "arange", "cuda", "ones")
 
@@ -92,6 +94,38 @@ def test_megatron_does_not_see_kernels_that_need_a_gpu_but_others_do(
         ] is transformer_engine
 
     assert run_ranks(on_rank, 1) == [(False, True)]
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["parallel.groups", "checkpoint.dist_files", "training.context", "policy.engine"],
+)
+def test_whatever_is_imported_first_megatron_finds_no_optimizer_of_a_gpu(
+    first: str, tmp_path: Path
+) -> None:
+    """An environment for GPUs has Transformer Engine, also where a run uses the CPU."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
+    script = (
+        f"import pacs_megatron.{first}\n"
+        "import megatron.core.optimizer as found\n"
+        "print(found.Adam.__module__)\n"
+    )
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": search_path(tmp_path),
+    }
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout.strip() == "torch.optim.adamw", done.stdout + done.stderr
 
 
 def test_with_cuda_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
