@@ -66,6 +66,7 @@ PRESETS = {
     "qwen3-1.7b": ("Qwen/Qwen3-1.7B", 28),
     "qwen3-4b": ("Qwen/Qwen3-4B", 16),
     "qwen3-8b": ("Qwen/Qwen3-8B", 6),
+    "qwen3-14b": ("Qwen/Qwen3-14B", 4),
     "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", 4),
     "tiny": (None, 2),
     "tiny-moe": (None, 2),

@@ -18,7 +18,7 @@ from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
 from tests.support.policies.policy_cases import make_policy, random_step, train
-from tests.support.ranks import free_port
+from tests.support.ranks import free_port, search_path
 from tests.support.tiny_families import make_family
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def test_the_same_bits_with_free_memory(tmp_path: Path) -> None:
     found = {}
     for kind in KINDS:  # in fresh processes: importing Megatron calls CUDA
         environment = (
-            os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+            os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": search_path(ROOT)}
         )
         command = [sys.executable, "-m", "tests.gpu.policy.test_offload", str(folder), kind]
         done = subprocess.run(

@@ -24,7 +24,7 @@ from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.workbench.plan import activations, state
 from tests.support.planned import run_config
 from tests.support.policies.policy_cases import make_policy, random_step, train
-from tests.support.ranks import free_port
+from tests.support.ranks import free_port, search_path
 from tests.support.tiny_families import make_family
 
 pytestmark = pytest.mark.gpu
@@ -88,7 +88,9 @@ def test_one_stage_is_as_planned(family: str, granularity: str, tmp_path: Path) 
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
     }
-    environment = os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    environment = (
+        os.environ | place | {"MASTER_PORT": str(free_port()), "PYTHONPATH": search_path(ROOT)}
+    )
     command = [
         sys.executable,
         "-m",
