@@ -30,7 +30,12 @@ from benchmarks import train_step  # noqa: E402
 def setup_of(model: str, steps: int, *, dry: bool) -> train_step.Setup:
     """The measurement of PRESET:CASE[:RECOMPUTE]."""
     preset, case, *recompute = model.split(":")
-    size = {"samples": 16, "prompt": 256, "response": 3840, "tokens_per_microbatch": 16384}
+    size: dict[str, Any] = {
+        "samples": 16,
+        "prompt": 256,
+        "response": 3840,
+        "tokens_per_microbatch": 16384,
+    }
     if dry:
         preset = "tiny-moe" if "a3b" in preset else "tiny"
         size = {"samples": 8, "prompt": 8, "response": 24, "tokens_per_microbatch": 64}
@@ -68,7 +73,7 @@ def profile(setup: train_step.Setup) -> dict[str, Any]:
     kernels: dict[str, dict[str, float]] = {}
     spans = []
     for event in profiler.events() or []:
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             row = kernels.setdefault(event.name[:160], {"calls": 0, "us": 0.0})
             row["calls"] += 1
             row["us"] += event.time_range.elapsed_us()
