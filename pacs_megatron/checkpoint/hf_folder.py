@@ -5,6 +5,7 @@ Reads and writes no pickled weights.
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,20 +24,31 @@ from pacs_megatron.checkpoint.safetensors_file import (
 from pacs_megatron.checkpoint.staging import StagedFolder
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError, ConversionError
-from pacs_megatron.models import Entry, WeightTable, load_config
+from pacs_megatron.models import (
+    Entry,
+    ModelSpec,
+    WeightTable,
+    language_config,
+    load_config,
+)
 from pacs_megatron.models.table import CRITIC_CLASS
 from pacs_megatron.runtime.files import is_file, naming, sync_path, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+BESIDE_NAME = "beside.safetensors"
+"""File of a checkpoint's metadata folder (`beside.py`)"""
+_BESIDE = re.compile(r"(mtp|visual|model\.visual)\.")
+_ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+"""Tensors [experts, ...], as published models with a vision tower have them"""
 VISIBLE = "[!.]*"
 """Pattern of names, without the hidden files of macOS (`._config.json`) and NFS (`.nfs*`)."""
 _ADAPTER_NAME = "adapter_config.json"
 _MISTRAL_NAME = "consolidated.safetensors"
 """The same weights under Mistral's names; transformers and SGLang skip it, too."""
 _OUTPUT = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "embed_tokens.weight"
 _ROTARY_TABLE = ".rotary_emb.inv_freq"
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_SHARD_BYTES = 5 * 10**9
@@ -50,7 +62,10 @@ _WRITTEN_BY_US = ("certificate.json", "manifest.json")
 
 
 class HfFolder:
-    """Reads a folder; tensors are views of mapped files."""
+    """Reads a folder; tensors are views of mapped files.
+
+    A tensor of all experts of a layer appears as the tensors of each expert.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Checks everything except the data.
@@ -71,7 +86,7 @@ class HfFolder:
                 f"{self.path / _ADAPTER_NAME}: transformers would add this adapter to the weights, "
                 "and this program would not; merge it into them, or remove it"
             )
-        self._file_of = self._open()
+        self._file_of = self._split_experts(self._open())
         self._check_dtypes()
         self.names: tuple[str, ...] = tuple(self._file_of)
         """in the order of the files"""
@@ -90,6 +105,36 @@ class HfFolder:
         Views read it again and lose values that were written to them.
         """
         self._file(name).release(name)
+
+    def _split_experts(self, file_of: dict[str, SafetensorsFile]) -> dict[str, SafetensorsFile]:
+        """The same, with the tensors of each expert in the place of a tensor of all experts."""
+        found: dict[str, SafetensorsFile] = {}
+        for name, file in file_of.items():
+            match = _ALL_EXPERTS.fullmatch(name)
+            shape = file.tensors[name].shape
+            if match is None or len(shape) != 3 or _BESIDE.match(name):
+                found[name] = file
+                continue
+
+            prefix, kind = match.groups()
+            matrices = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            if shape[1] % len(matrices):
+                raise CheckpointError(
+                    f"{file.path}: {name} is {list(shape)}, expected an even number of rows (gates "
+                    "and values); get another copy"
+                )
+            own_names = []
+            for expert in range(shape[0]):
+                own_names += [f"{prefix}.{expert}.{matrix}.weight" for matrix in matrices]
+            for own_name in own_names:
+                if own_name in file_of:
+                    raise CheckpointError(
+                        f"{self.path} has both {name} and {own_name}; remove the one that is left "
+                        "over"
+                    )
+            file.split(name, own_names, (shape[1] // len(matrices), shape[2]))
+            found |= dict.fromkeys(own_names, file)
+        return found
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
@@ -163,7 +208,8 @@ class HfFolder:
 
         Otherwise a conversion would give wrong numbers without an error.
         """
-        declared = self.config.get("dtype") or self.config.get("torch_dtype")
+        config = language_config(self.config)
+        declared = config.get("dtype") or config.get("torch_dtype")
         declared_name = str(declared).removeprefix("torch.")
         contradicting = {"bfloat16": torch.float16, "float16": torch.bfloat16}.get(declared_name)
         for name, file in self._file_of.items():
@@ -201,14 +247,16 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
     """Checks that every row has its tensors, with the right shape, and every tensor a row.
 
     Returns:
-        Names of redundant tensors.
+        Names of redundant tensors, without those that are kept beside.
 
     Raises:
         ConversionError: names the first tensor that does not fit.
     """
-    left_out = [name for name in folder.names if name not in table.by_hf]
-    for name in left_out:
-        _check_redundant(folder, table, name)
+    left_out = []
+    for name in folder.names:
+        if name not in table.by_hf and not is_beside(name, table.spec):
+            _check_redundant(folder, table, name)
+            left_out.append(name)
 
     present = set(folder.names)
     for entry in table.entries:
@@ -227,6 +275,11 @@ def check_names(folder: HfFolder, table: WeightTable) -> list[str]:
     return left_out
 
 
+def is_beside(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of a hybrid's vision tower or of its MTP layers."""
+    return spec.delta is not None and _BESIDE.match(name) is not None
+
+
 def _check_redundant(folder: HfFolder, table: WeightTable, name: str) -> None:
     """Raises ConversionError if a tensor without a row has weights of its own."""
     if name.endswith(_ROTARY_TABLE):
@@ -237,10 +290,11 @@ def _check_redundant(folder: HfFolder, table: WeightTable, name: str) -> None:
             f"{table.spec.family} maps; the checkpoint and its config.json are of different "
             "architectures"
         )
-    if not torch.equal(folder.get(_OUTPUT), folder.get(_EMBEDDING)):
+    embedding = table.spec.hf_prefix + _EMBEDDING
+    if not torch.equal(folder.get(_OUTPUT), folder.get(embedding)):
         raise ConversionError(
             f"{folder.path}: config.json has tie_word_embeddings: true, but {_OUTPUT} "
-            f"differs from {_EMBEDDING}; set tie_word_embeddings to false if the output "
+            f"differs from {embedding}; set tie_word_embeddings to false if the output "
             "layer has its own weights"
         )
 
@@ -330,7 +384,7 @@ class HfFolderWriter:
         copy_hf_metadata(
             metadata_from,
             self.staged.path,
-            dtypes={info.dtype for info in infos},
+            dtypes={info.dtype for info in infos if not _BESIDE.match(info.name)},
             is_critic="score.weight" in self._place,
             stop_token_ids=stop_token_ids,
         )
@@ -430,21 +484,41 @@ def copy_hf_metadata(
 
     config = load_config(source)
     if stop_token_ids:
-        _list_stops(source, target, sorted(stop_token_ids), config)
+        _list_stops(source, target, sorted(stop_token_ids), language_config(config))
     if is_critic:
-        family = "".join(part.capitalize() for part in str(config["model_type"]).split("_"))
         config |= {
-            "architectures": [family + CRITIC_CLASS],
+            "architectures": [_class_prefix(str(config["model_type"])) + CRITIC_CLASS],
             "id2label": {"0": "value"},
             "label2id": {"value": 0},
         }
     if len(dtypes) == 1:
-        dtype = next(iter(dtypes))
-        # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-        config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+        _declare_dtype(config, str(next(iter(dtypes))).removeprefix("torch."))
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     write_atomically(target / "config.json", [text.encode()])
+
+
+def _declare_dtype(config: dict[str, Any], name: str) -> None:
+    """Replaces the dtype that the config declares; one with a vision tower may have it twice."""
+    places = [config]
+    if isinstance(config.get("text_config"), dict):
+        places.append(config["text_config"])
+    # transformers 4 reads only `torch_dtype`; 5 reads both and writes `dtype`.
+    is_declared = False
+    for place in places:
+        for key in ("dtype", "torch_dtype"):
+            if key in place:
+                place[key] = name
+                is_declared = True
+    if not is_declared:
+        config["torch_dtype"] = name
+
+
+def _class_prefix(model_type: str) -> str:
+    """The start of the names of transformers' classes: `Qwen3Moe`, `Qwen3_5` (of qwen3_5_text)."""
+    prefix = ""
+    for part in model_type.removesuffix("_text").split("_"):
+        prefix += f"_{part}" if part.isdigit() else part.capitalize()
+    return prefix
 
 
 def _list_stops(source: Path, target: Path, stops: list[int], config: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.dist_files import Copy, load_sharded, prepare_sharded
 from pacs_megatron.checkpoint.hf_folder import copy_hf_metadata
 from pacs_megatron.checkpoint.manifest import (
@@ -244,6 +245,7 @@ def _write_small_files(partial: Path, position: Position, contents: Contents) ->
             is_critic=folder == CRITIC_DIST,
             stop_token_ids=contents.stop_token_ids,
         )
+    Beside(contents.hf_metadata).write(partial / HF_FOLDER)
 
     state = json.dumps({"step": position.step, **contents.state}, indent=1)
     write_atomically(partial / "state.json", [state.encode()])

@@ -98,6 +98,20 @@ class SafetensorsFile:
         if info.nbytes:
             self._file.release(info.offset, info.nbytes)
 
+    def split(self, name: str, parts: Sequence[str], shape: tuple[int, ...]) -> None:
+        """Replaces a tensor by its rows as tensors of their own.
+
+        Args:
+            name: the tensor.
+            parts: names of the parts, in the order of the rows.
+            shape: that of each part; together they are the whole tensor.
+        """
+        whole = self.tensors.pop(name)
+        offset = whole.offset
+        for part in parts:
+            self.tensors[part] = TensorInfo(part, whole.dtype, shape, offset)
+            offset += self.tensors[part].nbytes
+
     def _read_header(self) -> dict[str, TensorInfo]:
         """Name -> place and type, in the order of the file. Raises CheckpointError."""
         with self.path.open("rb") as file:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
 from pacs_megatron.checkpoint.hf_folder import (
@@ -109,18 +110,19 @@ def hf_to_megatron(hf: str, options: ConversionOptions) -> str:
     )
 
     cast = DTYPES.get(options.dtype or "")
+    beside = Beside(folder.path)
     total = sum(_written_bytes(entry, folder, cast) for entry in table.entries)
-    check_free_disk(options.out, total)
+    check_free_disk(options.out, total + beside.num_bytes)
     with StagedFolder(options.out) as staged:
         files = _write_dist(folder, table, staged.path, cast, certificate)
-        files |= _write_metadata(folder, table, staged.path, cast)
+        files |= _write_metadata(folder, table, staged.path, cast, beside)
         write_manifest(staged.path, Manifest(step=None, files=files))
         summary = _summary(options, len(table.by_hf), total, time.perf_counter() - start)
         if options.verify:
             compare(folder, MegatronWeights(staged.path, digests=False), certificate)
         certificate.write(staged.path / CERTIFICATE_NAME)
         staged.commit()
-    return summary
+    return "; ".join(part for part in (summary, beside.describe()) if part)
 
 
 def megatron_to_hf(
@@ -154,8 +156,9 @@ def megatron_to_hf(
     infos: list[TensorInfo] = []
     for entry in table.entries:
         infos += hf_tensors([entry], cast or weights.dtype(entry))
+    beside = Beside(weights.metadata_folder)
     total = sum(info.nbytes for info in infos)
-    check_free_disk(options.out, total)
+    check_free_disk(options.out, total + beside.num_bytes)
 
     certificate = ConversionCertificate(
         direction="megatron-to-hf",
@@ -166,20 +169,24 @@ def megatron_to_hf(
     certificate.checks[FILES] = files_check(weights, verified=options.verify_source)
     certificate.checks["names and shapes"] = f"{len(table.entries)} rows give {len(infos)} tensors"
 
-    with HfFolderWriter(options.out, infos, max_shard_bytes=max_shard_bytes) as writer:
+    announced = infos + beside.infos
+    with HfFolderWriter(options.out, announced, max_shard_bytes=max_shard_bytes) as writer:
         tasks = []
         for entry in table.entries:
             nbytes = _target_bytes(entry, weights.dtype(entry))
             export = partial(_export, entry, weights, writer, certificate, cast)
             tasks.append(Task(nbytes, export))
         run_tasks("to hf", tasks)
+        for info in beside.infos:
+            writer.put(info.name, beside.get(info.name))
+            beside.release(info.name)
         writer.seal(weights.metadata_folder)
         summary = _summary(options, len(infos), total, time.perf_counter() - start)
         if options.verify:
             compare(HfFolder(writer.staged.path), weights, certificate)
         certificate.write(writer.staged.path / CERTIFICATE_NAME)
         writer.staged.commit()
-    return summary
+    return "; ".join(part for part in (summary, beside.describe()) if part)
 
 
 def _write_dist(
@@ -255,13 +262,20 @@ def _check_metadata(folder: Path) -> None:
 
 
 def _write_metadata(
-    folder: HfFolder, table: WeightTable, target: Path, cast: torch.dtype | None
+    folder: HfFolder,
+    table: WeightTable,
+    target: Path,
+    cast: torch.dtype | None,
+    beside: Beside,
 ) -> dict[str, FileFacts]:
-    """Copies config and tokenizer; returns file name -> size and digest, for the manifest."""
+    """Copies config, tokenizer and what is kept beside; returns file name -> size and digest, for
+    the manifest.
+    """
     (target / HF_FOLDER).mkdir()
     stored_dtypes = {folder.info(name).dtype for name in table.by_hf}
     dtypes = stored_dtypes if cast is None else {cast}
     copy_hf_metadata(folder.path, target / HF_FOLDER, dtypes=dtypes)
+    beside.write(target / HF_FOLDER)
     facts = {}
     for path in sorted((target / HF_FOLDER).rglob("*")):
         if path.is_file():

@@ -174,17 +174,26 @@ def _find_file(path: str, name: str) -> Path | None:
 
 
 def read_eos_ids(file: Path) -> set[int]:
-    """The end tokens of config.json or generation_config.json. Raises DataError."""
-    value = read_object(file).get("eos_token_id")
-    if value is None:
-        return set()
-    ids = value if isinstance(value, list) else [value]
-    if not all(_is_token_id(number) for number in ids):
-        raise DataError(
-            f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them; "
-            "correct it"
-        )
-    return set(ids)
+    """The end tokens of config.json or generation_config.json.
+
+    A config with a vision tower has those of the language model in `text_config`.
+
+    Raises DataError.
+    """
+    config = read_object(file)
+    found: set[int] = set()
+    for part in (config, config.get("text_config")):
+        value = part.get("eos_token_id") if isinstance(part, dict) else None
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(_is_token_id(number) for number in ids):
+            raise DataError(
+                f"{file}: eos_token_id is {shown(value)}, expected a token id or a list of them; "
+                "correct it"
+            )
+        found.update(ids)
+    return found
 
 
 def _is_token_id(value: object) -> bool:

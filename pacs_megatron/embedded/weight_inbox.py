@@ -6,6 +6,7 @@ import torch
 
 from pacs_megatron.contracts.digest import WeightDigest
 from pacs_megatron.errors import SyncError
+from pacs_megatron.models import VISION_PREFIX
 
 
 class WeightInbox:
@@ -44,7 +45,9 @@ class WeightInbox:
             raise SyncError(
                 f"weight {name} arrived twice in the update to version {self._pending_version}"
             )
-        source = self._aliases.get(name, name)
+        # The module has no vision tower, so it has the names of a language model alone.
+        own_name = name.replace(VISION_PREFIX, "model.", 1)
+        source = self._aliases.get(own_name, own_name)
         target = self._targets.get(source)
         if target is None:
             raise SyncError(

@@ -81,6 +81,8 @@ class ModelSpec:
     """Elements of a head that positions rotate, the first ones; None: all"""
     head: Literal["tokens", "value"] = "tokens"
     """Output of the last layer: logits of the vocabulary, or a critic's value"""
+    hf_prefix: str = "model."
+    """of the names in Hugging Face, except the output layer's"""
     dtype: str
     """As the config declares it: `float32`, `bfloat16` or `float16`"""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pacs_megatron.errors import ConversionError
+from pacs_megatron.errors import ConversionError, shown
 from pacs_megatron.models.config_reader import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -291,17 +291,66 @@ def _heads(config: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
+_WITH_VISION = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""`model_type` of a config that has the language model's in `text_config` -> family"""
+_WITH_VISION_CLASS = "ForConditionalGeneration"
+VISION_PREFIX = "model.language_model."
+"""of the language model's tensors beside a vision tower, in the place of `model.`"""
+
+
+def language_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model, which a config with a vision tower has in `text_config`.
+
+    Raises:
+        ConversionError: `text_config` is malformed, or contradicts the config around it.
+    """
+    model_type = hf_config.get("model_type")
+    family = _WITH_VISION.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        return hf_config
+    text = hf_config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise wrong_value("text_config", text, "an object, the config of the language model")
+    if text.get("model_type", family) != family:
+        raise wrong_value("model_type in text_config", text["model_type"], repr(family))
+
+    inherited = {}
+    for key in ("tie_word_embeddings", "dtype", "torch_dtype"):
+        outer = hf_config.get(key)
+        inner = text.get(key)
+        if outer is not None and inner is not None and inner != outer:
+            raise wrong_value(key, outer, f"{shown(inner)} as in text_config; correct one")
+        if outer is not None:
+            inherited[key] = outer
+
+    classes = []
+    if hf_config.get("architectures"):
+        classes = _language_classes(hf_config["architectures"])
+    return {**text, **inherited, "model_type": family, "architectures": classes}
+
+
+def _language_classes(architectures: Any) -> list[str]:
+    """The language model's class for the class of a model with a vision tower."""
+    if not isinstance(architectures, list):
+        raise wrong_value("architectures", architectures, "a list of class names")
+    return [str(name).replace(_WITH_VISION_CLASS, "ForCausalLM") for name in architectures]
+
+
 def read_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """The architecture that a config.json of transformers 4 or 5 declares.
+    """The architecture that a config.json of transformers 4 or 5 declares. With a vision tower
+    beside the language model, that of the language model.
 
     Raises:
         ConversionError: An unsupported family or feature, a missing key, or a wrong type.
     """
+    text = language_config(hf_config)
+    if text is not hf_config:
+        return replace(read_spec(text), hf_prefix=VISION_PREFIX)
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(
             f"config.json: model_type={str(model_type)[:60]!r} is not supported; supported: "
-            f"{', '.join(FAMILIES)} (see docs/families.md to add a family)"
+            f"{', '.join([*FAMILIES, *_WITH_VISION])} (see docs/families.md to add a family)"
         )
     spec = _read(FAMILIES[model_type], ConfigReader(hf_config, model_type))
 

@@ -418,12 +418,10 @@ class WeightTable:
 
 _EMBEDDING = WeightRow(
     "embedding.word_embeddings.weight",
-    ("model.embed_tokens.weight",),
+    ("embed_tokens.weight",),
     Concat(("vocab", "hidden"), tp_dim=0),
 )
-_FINAL_NORM = WeightRow(
-    "decoder.final_layernorm.weight", ("model.norm.weight",), Concat(("hidden",))
-)
+_FINAL_NORM = WeightRow("decoder.final_layernorm.weight", ("norm.weight",), Concat(("hidden",)))
 _OUTPUT = WeightRow(
     "output_layer.weight", ("lm_head.weight",), Concat(("vocab", "hidden"), tp_dim=0)
 )
@@ -439,15 +437,16 @@ def build_table(spec: ModelSpec, rows_of_layers: Sequence[Sequence[WeightRow]]) 
     padded_vocab = math.ceil(spec.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     sizes = sizes_of(spec, padded_vocab)
 
-    entries = [_entry(_EMBEDDING, sizes, "embedding")]
+    prefix = spec.hf_prefix
+    entries = [_entry(_EMBEDDING, sizes, "embedding", prefix)]
     for layer, rows in enumerate(rows_of_layers):
         for row in rows:
             experts: Sequence[int | None] = (None,)
             if spec.moe is not None and "{e}" in row.megatron:
                 experts = range(spec.moe.num_experts)
-            entries += [_entry(row, sizes, "layer", layer, expert) for expert in experts]
+            entries += [_entry(row, sizes, "layer", prefix, layer, expert) for expert in experts]
 
-    entries.append(_entry(_FINAL_NORM, sizes, "final_norm"))
+    entries.append(_entry(_FINAL_NORM, sizes, "final_norm", prefix))
     if spec.head == "value":
         entries += [_entry(row, sizes, "output") for row in _VALUE]
     elif not spec.tied:
@@ -456,10 +455,17 @@ def build_table(spec: ModelSpec, rows_of_layers: Sequence[Sequence[WeightRow]]) 
 
 
 def _entry(
-    row: WeightRow, sizes: Sizes, place: Place, layer: int | None = None, expert: int | None = None
+    row: WeightRow,
+    sizes: Sizes,
+    place: Place,
+    hf_prefix: str = "",
+    layer: int | None = None,
+    expert: int | None = None,
 ) -> Entry:
-    megatron_prefix = "" if layer is None else f"decoder.layers.{layer}."
-    hf_prefix = "" if layer is None else f"model.layers.{layer}."
+    megatron_prefix = ""
+    if layer is not None:
+        megatron_prefix = f"decoder.layers.{layer}."
+        hf_prefix = f"{hf_prefix}layers.{layer}."
     saved_as = row.saved_as or row.megatron.replace("local_experts.{e}.", "experts.")
     return Entry(
         megatron_name=megatron_prefix + row.megatron.replace("{e}", str(expert)),

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.training.context import RunContext
@@ -19,6 +20,7 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
                 pass
             return
 
+        beside = Beside(run.model_dir)
         previous = target.with_name(f"{target.name}.before")
         if target.exists():
             if previous.exists():  # the last attempt ended before `_remove_previous`
@@ -26,9 +28,12 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
             target.rename(previous)
 
         tensors = hf_tensors(model.table.entries, model.config.params_dtype)
-        with HfFolderWriter(target, tensors) as writer:
+        kept = [] if model.spec.head == "value" else beside.infos
+        with HfFolderWriter(target, tensors + kept) as writer:
             for name, tensor in model.export_weights():
                 writer.put(name, tensor.cpu())
+            for info in kept:
+                writer.put(info.name, beside.get(info.name))
             writer.finish(run.model_dir, run.stop_token_ids)
 
         if previous.exists():

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.names import describe_newest, newest_step
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ExitCode, PacsError, RewardError, RolloutError, one_line
@@ -152,6 +153,9 @@ def _train(
         setup_logging(run_dir / folders.LOG_FOLDER, rank_number)
         for line in driver.notices if driver is not None else ():
             logger.warning("%s", line)
+        kept_beside = Beside(model_dir).describe() if run.rank.rank == 0 else ""
+        if kept_beside:
+            logger.info("%s", kept_beside)
         watchdog = Watchdog(
             run_dir,
             rank_number,

@@ -120,15 +120,68 @@ def make_family(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
-                    if family in HYBRIDS and "linear_attn" not in name:
-                        parameter.sub_(1.0)  # the norm multiplies by 1 + weight
-                elif "conv1d" in name:
-                    parameter.normal_(std=0.5)
-                else:
-                    parameter.normal_(std=0.15)
+        _randomise(model, family)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def _randomise(model: Any, family: str) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+                if family in HYBRIDS and "linear_attn" not in name:
+                    parameter.sub_(1.0)  # the norm multiplies by 1 + weight
+            elif "conv1d" in name:
+                parameter.normal_(std=0.5)
+            else:
+                parameter.normal_(std=0.15)
+
+
+WITH_VISION = {"qwen3_5": "Qwen3_5", "qwen3_5-tied-odd-vocabulary": "Qwen3_5"} | {
+    "qwen3_5_moe": "Qwen3_5Moe"
+}
+"""Cases that transformers also defines beside a vision tower -> the start of its class names"""
+
+
+def make_with_vision(folder: Path, case: str, *, all_experts: bool = False, **changes: Any) -> Path:
+    """Writes CASES[case] (with `changes`) beside a vision tower, as Qwen3.5 is published, with a
+    tensor of an MTP layer, which transformers does not load.
+
+    Args:
+        folder: the target.
+        case: of WITH_VISION.
+        all_experts: whether the experts of a layer are one tensor, as in published checkpoints;
+            otherwise as transformers saves them.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    family, own = CASES[case]
+    prefix = WITH_VISION[case]
+    text = _SHAPE | own | changes
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": _SHAPE["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    tied = own.get("tie_word_embeddings", False)
+    kind = getattr(transformers, f"{prefix}Config")
+    config = kind(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+        _randomise(model, family)
+    model.save_pretrained(folder, save_original_format=not all_experts)
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["mtp.fc.weight"] = torch.arange(12.0).reshape(3, 4)
+    save_file(tensors, file, {"format": "pt"})
     return folder

@@ -10,7 +10,7 @@ from typing import Any
 
 from pacs_megatron.config.text import local_path
 from pacs_megatron.errors import ConfigError
-from pacs_megatron.models import ModelSpec, load_config, read_spec
+from pacs_megatron.models import ModelSpec, language_config, load_config, read_spec
 from pacs_megatron.models.hub import config_folder
 
 
@@ -95,13 +95,13 @@ _QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
 
 def find_config(model_path: str) -> Mapping[str, Any] | None:
     """config.json of a local folder, a converted checkpoint, a known hub id or the quickstart; else
-    None.
+    None. With a vision tower, that of the language model.
 
     Raises ConversionError if a folder's config.json cannot be read.
     """
     folder = config_folder(local_path(model_path))
     if (folder / "config.json").is_file():
-        return load_config(folder)
+        return language_config(load_config(folder))
 
     # A local path may end in a hub id: models/Qwen/Qwen3-14B.
     name = model_path

@@ -114,6 +114,13 @@ def test_stop_ids_are_those_of_every_file_and_of_the_template(
     assert stop_token_ids(tokenizer, str(tmp_path)) == expected
 
 
+def test_a_config_with_a_vision_tower_has_the_stop_ids_inside(tmp_path):
+    tokenizer = save_tokenizer(tmp_path)
+    config = {"model_type": "qwen3_5", "text_config": {"eos_token_id": 257}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stop_token_ids(tokenizer, str(tmp_path)) == (257, 258)
+
+
 def test_the_end_of_a_turn_is_the_end_of_a_demonstration(tmp_path):
     """A base model with the template of a chat model: its end of sequence ends no turn."""
     tokenizer = save_tokenizer(tmp_path)
