@@ -69,6 +69,30 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
+def check_same_vocabulary(key: str, other: Path, policy: Path, trust_remote_code: bool) -> None:
+    """Checks that the model at `key` reads the policy's tokens as the same text.
+
+    Args:
+        key: configuration key of `other`, for the message.
+        other: folder of the other model.
+        policy: folder of the policy.
+        trust_remote_code: `model.trust_remote_code`.
+
+    Raises:
+        DataError: a token has another number, or only one of the two has it.
+    """
+    ids = load_tokenizer(str(policy), trust_remote_code).get_vocab()
+    other_ids = load_tokenizer(str(other), trust_remote_code).get_vocab()
+    different = sorted(dict(ids.items() ^ other_ids.items()))
+    if different:
+        token = different[0]
+        raise DataError(
+            f"{key}={other} has another vocabulary than model.path: {len(different)} tokens "
+            f"differ, such as {token!r}, which is {other_ids.get(token)} there and "
+            f"{ids.get(token)} in the policy's; use a model with the policy's tokenizer"
+        )
+
+
 def _has_tokenizer(folder: Path) -> bool:
     """Whether any file of the folder may be a tokenizer's."""
     return any(any(folder.glob(name)) for name in _FILES)

@@ -31,13 +31,15 @@ def fetch(config_path: Path, overrides: Sequence[str]) -> Iterator[str]:
         raise ConfigError(
             "HF_HUB_OFFLINE is set, but `fetch` uses the network; unset it for this command"
         )
-    yield _fetch_model(config.model.path)
+    yield _fetch_model("model.path", config.model.path)
+    for key, path in config.objective.other_models.items():
+        yield _fetch_model(key, path)
     for dataset in (*config.data.train_sets, *config.evaluation.benchmarks):
         yield _fetch_data(dataset)
 
 
 @report_wait("for the hub to send the model")
-def _fetch_model(path: str) -> str:
+def _fetch_model(key: str, path: str) -> str:
     if Path(path).is_dir():
         return f"model {path}: a local folder"
     import httpx
@@ -48,16 +50,14 @@ def _fetch_model(path: str) -> str:
             files = download(path, dry_run=True)
         num_bytes = sum(file.file_size or 0 for file in files)
         num_missing_bytes = sum(file.file_size or 0 for file in files if file.will_download)
-        _check_free_space(path, num_missing_bytes)
+        _check_free_space(key, path, num_missing_bytes)
         folder = snapshot(path)
         _write_reference(folder)
     except (OSError, httpx.HTTPError, HFValidationError) as error:
-        raise _download_error(path, error) from None
+        raise _download_error(key, path, error) from None
 
     if not any(file.filename.endswith(".safetensors") for file in files):
-        raise ConfigError(
-            f"model.path={path} has no .safetensors files; choose a repository that has"
-        )
+        raise ConfigError(f"{key}={path} has no .safetensors files; choose a repository that has")
     return f"model {path}: {folder}, {len(files)} files, {num_bytes / GIB:.2f} GiB"
 
 
@@ -74,19 +74,19 @@ def _write_reference(snapshot_folder: Path) -> None:
         write_atomically(reference, [name.encode()])
 
 
-def _check_free_space(path: str, num_missing_bytes: int) -> None:
+def _check_free_space(key: str, path: str, num_missing_bytes: int) -> None:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(existing_parent(cache)).free
     if num_missing_bytes > free:
         raise ConfigError(
-            f"model.path={path} needs {num_missing_bytes / GIB:.1f} GiB more, but {cache} has "
+            f"{key}={path} needs {num_missing_bytes / GIB:.1f} GiB more, but {cache} has "
             f"{free / GIB:.1f} GiB free; free some space, or set HF_HOME to another folder"
         )
 
 
-def _download_error(path: str, error: Exception) -> PacsError:
+def _download_error(key: str, path: str, error: Exception) -> PacsError:
     """The one-line error for each failure of a download."""
     from huggingface_hub import constants, errors
 
@@ -119,7 +119,7 @@ def _download_error(path: str, error: Exception) -> PacsError:
             f"{reason}); run it again with network access: complete files are kept. Set "
             "HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror"
         )
-    return ConfigError(f"model.path={path}: {text}")
+    return ConfigError(f"{key}={path}: {text}")
 
 
 @report_wait("for the hub to send the data")

@@ -36,7 +36,6 @@ from pacs_megatron.errors import ConfigError, ExitCode, PacsError
 from pacs_megatron.launch.certified import certificate_line
 from pacs_megatron.launch.serve import are_on_every_node, attach
 from pacs_megatron.models.shape import shape_problems
-from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.rewards import sandbox
 from pacs_megatron.runtime.command_line import program
 from pacs_megatron.runtime.environment import RankPlace, find_rank, rank_environment
@@ -205,8 +204,8 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
 
     config = loaded.config
     _check_model_path(loaded, "model.path", config.model.path)
-    if isinstance(config.objective, PpoOptions) and config.objective.critic.path is not None:
-        _check_model_path(loaded, "objective.critic.path", config.objective.critic.path)
+    for key, path in config.objective.other_models.items():
+        _check_model_path(loaded, key, path)
     for dataset in (*config.data.train_sets, *config.evaluation.benchmarks):
         for path in dataset.paths:
             find_source(path)

@@ -81,6 +81,11 @@ class PpoOptions(TokenMeanOptions, ClippedOptions):
     critic: CriticOptions = CriticOptions()
     """The critic."""
 
+    @property
+    def other_models(self) -> dict[str, str]:
+        path = self.critic.path
+        return {} if path is None else {"objective.critic.path": path}
+
     @model_validator(mode="after")
     def _check_kl_estimator(self) -> Self:
         if self.kl_in == "reward" and self.kl_estimator != "k1":

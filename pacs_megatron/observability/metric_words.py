@@ -4,6 +4,7 @@ _GROUPS = {
     "cispo": "CISPO",
     "dapo": "DAPO",
     "dgpo": "DGPO",
+    "distill": "distillation",
     "dr_grpo": "Dr. GRPO",
     "grpo": "GRPO",
     "gspo": "GSPO",

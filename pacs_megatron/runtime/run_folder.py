@@ -52,6 +52,7 @@ FIXED_KEYS = (
     "model.path",
     "objective.name",
     "objective.critic.path",
+    "objective.teacher",
     "data.",
     "batch.prompts_per_step",
     "batch.samples_per_prompt",

@@ -16,11 +16,13 @@ from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_ch
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.schema import OptimizerOptions, RunConfig
 from pacs_megatron.data import load_tokenizer
+from pacs_megatron.data.tokenizer import check_same_vocabulary
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import ConfigError, RolloutError
 from pacs_megatron.models import ModelSpec, load_spec
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.models.table import CRITIC_CLASS
+from pacs_megatron.objectives.distill import DistillOptions
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import Objective, ReferenceOptions
@@ -151,6 +153,11 @@ def build(
     rank = channel.rank
     rollout = config.rollout
     policy = build_policy(config, run_dir, model_dir, rank)
+    if isinstance(config.objective, DistillOptions) and rank.rank == 0:
+        folder = model_folder(config.objective.teacher, "objective.teacher")
+        check_same_vocabulary(
+            "objective.teacher", folder, model_dir, config.model.trust_remote_code
+        )
 
     engine = None
     if rollout.embedded is not None:
@@ -209,13 +216,34 @@ def build_policy(
     policy = build_model(config, rank, spec, config.optimizer, kind)
 
     if latest_checkpoint(run_dir) is None:
-        # Without digests: each rank has checked a share of the files before.
-        stored = open_weights(_weights_dir(model_dir), digests=False)
-        policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
+        if isinstance(config.objective, DistillOptions):
+            # A later checkpoint has the teacher as its frozen reference.
+            teacher = model_folder(config.objective.teacher, "objective.teacher")
+            _check_architecture("objective.teacher", config, spec, load_spec(teacher))
+            _load(policy, teacher)
+            policy.take_reference(reset_optimizer=False)
+        _load(policy, model_dir)
     policy.measures_entropy = config.logging.step_start_entropy
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
     return policy
+
+
+def _load(policy: MegatronPolicy, folder: Path) -> None:
+    """Loads the weights of a folder from `model_folder`."""
+    # Without digests: each rank has checked a share of the files before.
+    stored = open_weights(_weights_dir(folder), digests=False)
+    policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
+
+
+def _check_architecture(key: str, config: RunConfig, spec: ModelSpec, stored: ModelSpec) -> None:
+    """Raises ConfigError if `stored`, the model at `key`, has another architecture than `spec`."""
+    if stored != replace(spec, dtype=stored.dtype):
+        path = config.objective.other_models[key]
+        raise ConfigError(
+            f"{key}={path} has another architecture than model.path={config.model.path}; use a "
+            "model of the policy's architecture"
+        )
 
 
 def build_critic(
@@ -231,13 +259,8 @@ def build_critic(
         return None
 
     spec = load_spec(model_dir).critic()
-    stored_spec = load_spec(folder).critic()
-    if stored_spec != replace(spec, dtype=stored_spec.dtype):
-        raise ConfigError(
-            f"objective.critic.path={objective.critic.path} has another architecture than "
-            f"model.path={config.model.path}; use a critic of the policy's architecture, or remove "
-            "the key"
-        )
+    if folder != model_dir:
+        _check_architecture("objective.critic.path", config, spec, load_spec(folder).critic())
 
     optimizer = critic_optimizer(config.optimizer, objective.critic.lr)
     critic = build_model(config, rank, spec, optimizer, kind)
@@ -304,9 +327,10 @@ def _critic_folder(config: RunConfig, model_dir: Path) -> Path | None:
 def _initial_weights(config: RunConfig, model_dir: Path) -> list[Path]:
     """The folders that a run without a checkpoint reads weights from, each once."""
     folders = [model_dir]
-    critic_folder = _critic_folder(config, model_dir)
-    if critic_folder is not None and critic_folder != model_dir:
-        folders.append(critic_folder)
+    for key, path in config.objective.other_models.items():
+        folder = model_folder(path, key)
+        if folder not in folders:
+            folders.append(folder)
     return [_weights_dir(folder) for folder in folders]
 
 

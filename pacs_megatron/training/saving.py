@@ -58,7 +58,7 @@ def resume(run: RunContext) -> RunProgress | None:
     """
     folder = _newest_checkpoint(run)
     if folder is None:
-        if run.has_reference:
+        if run.has_reference and run.policy.reference is None:
             run.policy.take_reference(reset_optimizer=False)
         return None
 

@@ -42,6 +42,11 @@ class CommonOptions(Options):
     """Maximum global gradient norm; 0 disables clipping. The default depends on the objective
     (docs/measurements/defaults.md)."""
 
+    @property
+    def other_models(self) -> dict[str, str]:
+        """Configuration key -> folder or hub id of each model beside the policy."""
+        return {}
+
     def check_used(self, key: str, *, is_used: bool, by: str) -> None:
         """Checks that option `key` is set exactly if other options use it.
 

@@ -216,6 +216,14 @@ class PolicyGradient(Objective):
             facts.response_lens, self.options.loss_mean, self.options.constant_length
         )
 
+    def has_gradient(self, advantage: Tensor) -> Tensor:
+        """The samples whose tokens may have an advantage, bool [n].
+
+        Args:
+            advantage: [n], the result of `prepare_step`.
+        """
+        return advantage != 0.0
+
     def token_advantage(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:
         """The advantage of each token's sample, [t]."""
         return at_tokens(prepared.per_sample["advantage"], tokens)
@@ -284,7 +292,7 @@ class PolicyGradient(Objective):
         all samples that the objective trains, 0 for the others; `importance_share`.
         """
         advantage = torch.from_numpy(step_inputs["advantage"])
-        has_gradient = advantage != 0.0
+        has_gradient = self.has_gradient(advantage)
         token_weight = torch.from_numpy(self.token_weights(facts, advantage))
         is_trained = token_weight != 0.0
         num_trained_tokens = float(facts.response_lens[is_trained.numpy()].sum())
@@ -332,17 +340,17 @@ class PolicyGradient(Objective):
         if self.coupling == "sample":
             per_sample |= self._coupled(scores, facts)
 
-        no_gradient = per_sample["advantage"] == 0.0
+        has_gradient = self.has_gradient(per_sample["advantage"]).numpy()
         advantage_sizes = np.abs(per_sample["advantage"].numpy())
         num_samples = facts.num_samples
         metrics = {
             "advantage_abs_mean": float(advantage_sizes.sum()) / num_samples,
-            "zero_advantage_frac": float(no_gradient.sum()) / num_samples,
+            "zero_advantage_frac": float((advantage_sizes == 0.0).sum()) / num_samples,
             "truncated_frac": float(facts.truncated.sum()) / num_samples,
         }
 
         num_tokens = float(per_sample["num_tokens"].max())
-        num_corrected = float(facts.response_lens[~no_gradient.numpy()].sum())
+        num_corrected = float(facts.response_lens[has_gradient].sum())
         denominators = {
             "importance_mean": num_corrected,
             "importance_cut_frac": num_corrected,
@@ -365,7 +373,7 @@ class PolicyGradient(Objective):
         """
         has_other_terms = self.options.kl_in == "loss" or self.options.entropy_coef > 0
         if not has_other_terms:
-            return per_sample["advantage"] == 0.0
+            return ~self.has_gradient(per_sample["advantage"])
         is_untrained = per_sample["token_weight"] == 0.0
         return is_untrained if bool(is_untrained.any()) else None
 

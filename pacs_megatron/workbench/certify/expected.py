@@ -27,7 +27,7 @@ def passes(o: Options, index: int) -> Metrics:
         needs_frozen = o["reference"] == "frozen"
     else:
         needs_start = o["name"] != "sft"
-        needs_frozen = o.get("kl_coef", 0.0) > 0
+        needs_frozen = o.get("kl_coef", 0.0) > 0 or o["name"] == "distill"
 
     # The first update's own forward gives the log-probs of the step's start, unless its rewards
     # need them before.
@@ -44,7 +44,7 @@ def skips_zero_gradient(o: Options) -> bool:
     """
     if o["name"] == "pacs":
         return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
-    if o["name"] == "sft" or o.get("importance_level") == "sequence":
+    if o["name"] in ("sft", "distill") or o.get("importance_level") == "sequence":
         return False
     # The KL and the entropy of the loss need every trained sample, also one without advantage. All
     # samples that W-REINFORCE trains have one.

@@ -20,6 +20,7 @@ from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_chec
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Interrupted, MiniBatch, SampleFacts, TokenBuffers, UpdateReport
 from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
+from pacs_megatron.objectives.distill import DistillOptions
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import CommonOptions
@@ -288,12 +289,16 @@ def _build_run(case: Case, folder: Path, number: int) -> RunContext:
 
 
 def _case_objective(config: RunConfig, folder: Path) -> CommonOptions:
-    """The objective with the values that the reference chose: the limit of the norm, the critic."""
+    """The objective with the values that the reference chose: the limit of the norm, the critic,
+    the teacher.
+    """
     content = json.loads((folder / "case.json").read_text())
     changes: dict[str, Any] = {"clip_grad": content["clip_grad"]}
     if isinstance(config.objective, PpoOptions):
         critic_path = str(folder / "critic")
         changes["critic"] = config.objective.critic.model_copy(update={"path": critic_path})
+    if isinstance(config.objective, DistillOptions):
+        changes["teacher"] = str(folder / "teacher")
     return config.objective.model_copy(update=changes)
 
 

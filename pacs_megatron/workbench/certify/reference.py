@@ -32,7 +32,7 @@ from pacs_megatron.workbench.certify.reference_case import (
     read_steps,
     write_sampler,
 )
-from pacs_megatron.workbench.certify.reference_model import CRITIC, Model, Routes
+from pacs_megatron.workbench.certify.reference_model import CRITIC, TEACHER, Model, Routes
 
 
 class Reference:
@@ -53,6 +53,8 @@ class Reference:
         self.adam = Adam(self.model.parameters, self.case["optimizer"], clip, total)
         self.frozen = self.model.copy()
         """weights of the frozen reference"""
+        if self.options["name"] == "distill":
+            self.frozen = Model(folder / TEACHER, self.case["temperature"]).parameters
         self.routes: dict[int, Routes] = {}
         """row -> experts of each layer in the last pass over all samples"""
 
@@ -86,8 +88,10 @@ class Reference:
             lens = np.array([len(start) for start in starts])
             step.sampler_logprobs = per_sample(sampler_logprobs[step.number], lens)
             if self.case["clip_grad"]:
+                is_distilled = self.options["name"] == "distill"
+                frozen = self._frozen_logprobs(step) if is_distilled else starts
                 for rows in self.minibatches(step):
-                    norms.append(self._first_norm(step, rows, starts))
+                    norms.append(self._first_norm(step, rows, starts, frozen))
 
         write_sampler(self.folder, sampler_logprobs)
         if norms:
@@ -246,11 +250,13 @@ class Reference:
             sampler_logprobs=[step.sampler_logprobs[row] for row in rows],
         )
 
-    def _first_norm(self, step: Step, rows: list[int], starts: PerSample) -> float:
+    def _first_norm(
+        self, step: Step, rows: list[int], starts: PerSample, frozen: PerSample
+    ) -> float:
         """The norm of the gradient of a mini-batch at the first weights."""
         self.model.model.zero_grad()
         own = self.update_logprobs(step, rows)
-        batch = self._minibatch(step, rows, own, starts, starts)
+        batch = self._minibatch(step, rows, own, starts, frozen)
         self._estimate(step, 0, batch)
         loss, _ = OBJECTIVES[self.options["name"]](batch)
         torch.autograd.backward(loss)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 CRITIC = "critic"
 """Name of the critic's folder, beside the policy's folder"""
+TEACHER = "teacher"
+"""Name of the teacher's folder, beside the policy's folder"""
 
 Routes = list[Tensor | None]
 """The experts of each layer with experts, int64 [tokens, top k]; None: the router selects them"""
@@ -149,9 +151,9 @@ class _Router:
         return logits, weights, self.chosen
 
 
-def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
-    """Writes random weights for the config.json in `folder`, and the critic's beside it; their
-    range is wide enough to show errors.
+def random_model(folder: Path, seed: int, *, objective: str) -> None:
+    """Writes random weights for the config.json in `folder`, and beside it those of the critic or
+    the teacher of `objective`; their range is wide enough to show errors.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -160,7 +162,9 @@ def random_model(folder: Path, seed: int, *, with_critic: bool) -> None:
     config_text = (folder / "config.json").read_text()
     policy_config = AutoConfig.from_pretrained(folder)
     _write_random(AutoModelForCausalLM, policy_config, folder)
-    if with_critic:
+    if objective == "distill":
+        _write_random(AutoModelForCausalLM, policy_config, folder.with_name(TEACHER))
+    if objective == "ppo":
         critic_config = AutoConfig.from_pretrained(folder, num_labels=1)
         _write_random(AutoModelForTokenClassification, critic_config, folder.with_name(CRITIC))
     (folder / "config.json").write_text(config_text)

@@ -204,7 +204,7 @@ def _prepare(case: Case, work: Path, seed: int) -> None:
     from pacs_megatron.workbench.certify.reference import Reference
     from pacs_megatron.workbench.certify.reference_model import random_model
 
-    random_model(work / "model", seed, with_critic=case.config.objective.name == "ppo")
+    random_model(work / "model", seed, objective=case.config.objective.name)
     Reference(work).prepare()
 
 

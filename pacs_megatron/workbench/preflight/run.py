@@ -32,7 +32,6 @@ from pacs_megatron.data.tokenizer import EndTokens
 from pacs_megatron.errors import PacsError
 from pacs_megatron.models import load_spec, weight_table
 from pacs_megatron.models.hub import model_folder
-from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.observability.writers import check_wandb
 from pacs_megatron.rollout.requests import max_benchmark_prompt
 from pacs_megatron.rollout.run_prompts import first_time
@@ -206,10 +205,8 @@ def _model_and_data(loaded: LoadedConfig) -> list[Check]:
         message = "not checked: they need the model's tokenizer"
         return [*checks, Check("warn", "data, reward", message)]
     checks += _tokenizer(loaded)
-    objective = loaded.config.objective
-    if isinstance(objective, PpoOptions) and objective.critic.path is not None:
-        read = partial(_read_model, objective.critic.path)
-        checks.append(attempt("objective.critic.path", read))
+    for key, path in loaded.config.objective.other_models.items():
+        checks.append(attempt(key, partial(_read_model, path)))
     checks += _data(loaded)
     checks += _reward(loaded)
     return checks

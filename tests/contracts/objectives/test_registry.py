@@ -39,6 +39,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "w_reinforce": (2, {"name": "w_reinforce", "classes": "negative"}),
     "maxrl": (2, {"name": "maxrl"}),
     "dgpo": (2, {"name": "dgpo"}),
+    "distill": (2, {"name": "distill", "teacher": "teacher", "label_coef": 0.5}),
     "ppo": (2, {"name": "ppo"}),
     "real": (2, {"name": "real"}),
     "real_bce": (2, {"name": "real_bce"}),

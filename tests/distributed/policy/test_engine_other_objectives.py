@@ -1,8 +1,8 @@
 """Every other objective on the real policy: three updates of one step in any layout equal the plain
 loop.
 
-With a KL term a step of one update comes first: else the frozen reference would be the step's
-start, and the KL in the reward 0.
+With a KL term or a teacher a step of one update comes first: else the frozen reference would be the
+step's start, and the KL 0. The teacher of `distill` is the initial policy.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def plain_updates(
 
 
 def steps_of(case: str) -> list[range]:
-    return [range(1), range(3)] if "kl_coef" in OBJECTIVE_CASES[case] else [range(3)]
+    has_reference = not OBJECTIVE_CASES[case].keys().isdisjoint(("kl_coef", "teacher"))
+    return [range(1), range(3)] if has_reference else [range(3)]
 
 
 @pytest.mark.parametrize(("case", "layout", "groups"), cases())

@@ -56,11 +56,14 @@ def test_every_rival_has_an_example_that_loads() -> None:
         ),
         pytest.param(("objective.name=real", "batch.groups=apart"), marks=pytest.mark.campaign),
         ("objective.name=ppo", "objective.lam=0.95", "batch.epochs=2"),
+        ("objective.name=distill", "objective.label_coef=0.5", "objective.teacher={teacher}"),
     ],
     ids=lambda options: options[0].partition("=")[2],
 )
 def test_a_run_resumes_with_the_same_bits(tmp_path: Path, options: tuple[str, ...]) -> None:
     config = write_tiny_run(tmp_path, make_tiny_qwen3(tmp_path / "model"))
+    teacher = make_tiny_qwen3(tmp_path / "teacher", seed=1)
+    options = tuple(option.format(teacher=teacher) for option in options)
     fixed = ("run.steps=4", "checkpoint.keep_last=4", *options)
 
     def train() -> bytes:

@@ -317,6 +317,10 @@ CHANGED: dict[str, Changed] = {
         before={"objective": {"name": "dgpo"}},
         later={"objective": {"difficulty_temperature": 0.5}},
     ),
+    "distill": Changed(
+        before={"objective": {"name": "distill", "teacher": "teacher", "label_coef": 0.5}},
+        later={"objective": {"label_coef": 2.0}},
+    ),
     "ppo": Changed(
         before=DECAYED
         | {

@@ -83,6 +83,21 @@ OBJECTIVE_CASES: dict[str, dict[str, Any]] = {
     },
     "maxrl": {"name": "maxrl", "clip_low": 0.02, "clip_high": 0.02, "loss_mean": "sequence"},
     "dgpo": {"name": "dgpo", "clip_low": 0.02, "clip_high": 0.02, "difficulty_temperature": 0.5},
+    "distill": {
+        "name": "distill",
+        "teacher": "teacher",
+        "label_coef": 0.1,
+        "clip_low": 0.02,
+        "clip_high": 0.02,
+    },
+    "distill-labels": {
+        "name": "distill",
+        "teacher": "teacher",
+        "label_coef": 0.3,
+        "loss_mean": "sequence",
+        "importance": "mask",
+        "entropy_coef": 0.05,
+    },
     "real": {"name": "real"},
     "real_bce": {"name": "real_bce", "tau": 0.3},
 }

@@ -246,6 +246,7 @@ _OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "w_reinforce": _POLICY_GRADIENT | {"classes": "both", "positive_weight": 0.1},
     "maxrl": _POLICY_GRADIENT,
     "dgpo": _POLICY_GRADIENT | {"difficulty_temperature": 2.0},
+    "distill": _POLICY_GRADIENT | {"label_coef": 0.0},
     "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5, "value_coef": 0.5},
     "real": {"tau": 0.5},
     "real_bce": {"tau": 0.5},

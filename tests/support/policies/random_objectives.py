@@ -123,6 +123,13 @@ def _dgpo(draw: Draw) -> dict[str, Any]:
     return _grpo(draw) | {"difficulty_temperature": draw.choice([None, 0.3, 2.0])}
 
 
+def _distill(draw: Draw) -> dict[str, Any]:
+    options = _grpo(draw) | {"teacher": "teacher", "label_coef": draw.choice([0.0, 0.3, 2.0])}
+    for key in ("kl_coef", "kl_in", "kl_estimator"):
+        options.pop(key, None)
+    return options
+
+
 def _ppo(draw: Draw) -> dict[str, Any]:
     options = _grpo(draw)
     if options.get("kl_in") == "reward":
@@ -153,6 +160,7 @@ _OF_OBJECTIVE: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "w_reinforce": _w_reinforce,
     "maxrl": _maxrl,
     "dgpo": _dgpo,
+    "distill": _distill,
     "ppo": _ppo,
     "real": _real,
     "real_bce": _real,

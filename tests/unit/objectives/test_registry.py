@@ -22,6 +22,7 @@ from tests.support.policies.objective_reference import (
     assert_metrics_equal,
     flat_reference_loss,
     make_facts,
+    make_record,
     objective_scores,
     random_batch,
     token_metric_sums,
@@ -160,6 +161,7 @@ def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
         ("rloo-mask", "sample", {"sampler_ratio"}, {"score", "sampler_ratio"}),
         ("w_reinforce", "sample", {"sampler_ratio"}, {"sampler_ratio"}),
         ("psr", "token", set(), set()),
+        ("distill", "token", set(), set()),
         ("real", "group", set(), {"score"}),
         ("real_bce", "sample", set(), {"score"}),
     ],
@@ -209,6 +211,64 @@ def test_maxrl_and_dgpo_on_numbers_by_hand() -> None:
     expected = [2 * first, *[-2 / 3 * first] * 3, 0, 0, 0, 0, *[2 / 3 * last] * 3, -2 * last]
     expected = [2 * value for value in expected]
     assert dgpo.tolist() == pytest.approx(expected, rel=1e-4, abs=0)
+
+
+def test_distill_on_numbers_by_hand() -> None:
+    """Two groups of labels (1, 0) and (1, 1), one token a response: the label's advantage is
+    +-sqrt(1/2) in the first group and 0 in the second one.
+    """
+    facts = make_facts([0, 0, 1, 1], [1.0, 0.0, 1.0, 1.0])
+    objective = build("distill-labels")
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    assert prepared.zero_gradient is None or not bool(prepared.zero_gradient.any())
+
+    start = torch.tensor([-1.0, -2.0, -0.5, -0.1], dtype=torch.float64)
+    teacher = torch.tensor([-0.5, -2.5, -0.5, -3.0], dtype=torch.float64)
+    logprobs = start.clone().requires_grad_(True)
+    tokens = make_record(
+        logprobs,
+        [1, 1, 1, 1],
+        step_start_logprobs=start,
+        reference_logprobs=teacher,
+        sampler_logprobs=start,
+        entropy=torch.zeros(4, dtype=torch.float64),
+    )
+    expected = [0.5 + 0.3 * 0.5**0.5, -0.5 - 0.3 * 0.5**0.5, 0.0, -2.9]
+    assert objective.token_advantage(tokens, prepared).tolist() == pytest.approx(expected, rel=1e-5)
+
+    # The first update's gradient is -A / 4, a mean over four tokens.
+    objective.token_loss(tokens, prepared).sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-value / 4 for value in expected], rel=1e-5)
+    kl = objective.token_metrics(tokens, prepared)["distill/kl"]
+    assert float(kl.sum().detach()) == pytest.approx((-0.5 + 0.5 + 0.0 + 2.9) / 4)
+
+
+def test_the_mean_gradient_of_distill_is_that_of_the_reverse_kl() -> None:
+    """Over all tokens of a vocabulary of five, weighted by the policy; without labels a group may
+    have one sample.
+    """
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=rng, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(5, generator=rng, dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)
+
+    options = TypeAdapter(ObjectiveOptions).validate_python({"name": "distill", "teacher": "t"})
+    objective = build_objective(options, updates_per_step=1)
+    assert not objective.options.compares_siblings
+    facts = make_facts([0, 1, 2, 3, 4], [1.0, 0.0, 0.0, 1.0, 1.0])
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    logprobs = logits.log_softmax(0)
+    tokens = make_record(
+        logprobs,
+        [1] * 5,
+        step_start_logprobs=logprobs.detach(),
+        reference_logprobs=teacher,
+    )
+    mean = (5 * policy.detach().exp() * objective.token_loss(tokens, prepared)).sum()
+    (found,) = torch.autograd.grad(mean, logits)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_maxrl_rejects_a_negative_reward() -> None:
@@ -337,6 +397,12 @@ def test_real_divides_a_class_with_huge_scores_among_its_samples() -> None:
             "objective.kl_in=reward does not go with objective.name=maxrl",
         ),
         ({"name": "dgpo", "difficulty_temperature": 0}, "greater than 0"),
+        ({"name": "distill"}, "Field required"),
+        (
+            {"name": "distill", "teacher": "t", "kl_coef": 0.1},
+            "objective.kl_coef=0.1 does not go with objective.name=distill",
+        ),
+        ({"name": "distill", "teacher": "t", "reset_every": 2}, "remove it"),
         (
             {"name": "grpo", "kl_estimator": "k2"},
             "objective.kl_estimator=k2 does not go with kl_coef=0",

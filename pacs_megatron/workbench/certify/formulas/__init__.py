@@ -47,6 +47,7 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
     "w_reinforce": policy_gradient,
     "maxrl": policy_gradient,
     "dgpo": policy_gradient,
+    "distill": policy_gradient,
     "reinforce_pp": policy_gradient,
     "ppo": policy_gradient,
     "real": real,

@@ -6,7 +6,8 @@ arXiv:2501.03262, W-REINFORCE arXiv:2506.01347. Numbers in brackets are equation
 they follow. Three rules are in no paper: the factor |o| of LUSPO (TRL), the biased variance of
 REINFORCE++ and its floor (the authors' code), and W-REINFORCE's mean over the trained samples alone
 (the authors' code cuts the batch first). MaxRL and DGPO are written from their authors' code
-(tajwarfahim/maxrl c0698eb, AMAP-ML/MathForge 83edda0).
+(tajwarfahim/maxrl c0698eb, AMAP-ML/MathForge 83edda0), on-policy distillation from GKD
+(arXiv:2306.13649).
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,11 @@ def token_advantages(batch: Batch) -> PerSample:
         return batch.advantages
 
     of_samples = zip(sample_advantages(batch), batch.lens, strict=True)
-    return [advantage.expand(length) for advantage, length in of_samples]
+    of_tokens = [advantage.expand(length) for advantage, length in of_samples]
+    if batch.options["name"] == "distill":
+        for row, start in enumerate(batch.start_logprobs):
+            of_tokens[row] = of_tokens[row] + batch.frozen_logprobs[row] - start
+    return of_tokens
 
 
 def sample_advantages(batch: Batch) -> Tensor:
@@ -72,6 +77,8 @@ def sample_advantages(batch: Batch) -> Tensor:
             return reinforce_pp_advantages(batch.step or batch)[batch.rows]
         case "dgpo":
             return dgpo_advantages(batch.step or batch)[batch.rows]
+        case "distill" if batch.options["label_coef"] == 0:
+            return torch.zeros(batch.size, dtype=torch.float64)
 
     rewards = penalised_rewards(batch)
     advantages = torch.zeros_like(rewards)
@@ -80,7 +87,7 @@ def sample_advantages(batch: Batch) -> Tensor:
         is_equal = bool((rewards[rows] == rewards[rows[0]]).all())
         if not is_equal:
             advantages[rows] = group_advantages(rewards[rows], batch.options["name"])
-    return advantages
+    return advantages * float(batch.options.get("label_coef", 1.0))
 
 
 def group_advantages(rewards: Tensor, name: str) -> Tensor:
@@ -346,7 +353,10 @@ def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -
         terms: of the trained samples, by row.
     """
     o = batch.options
+    has_teacher = o["name"] == "distill"
     sizes = torch.stack([advantage.abs().mean() for advantage in advantages])
+    if has_teacher:
+        sizes = sample_advantages(batch).abs()
     trained = list(terms.values())
     values = {
         "advantage_abs_mean": mean_and_count(sizes),
@@ -356,9 +366,12 @@ def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -
     if o["kl_coef"] > 0:
         values["kl"] = of_tokens([one.kl for one in trained])
     if o["importance"] != "none":
-        corrected = [one for row, one in terms.items() if sizes[row] != 0]
+        corrected = [one for row, one in terms.items() if has_teacher or sizes[row] != 0]
         values["importance_mean"] = of_tokens([one.importance for one in corrected])
         values["importance_cut_frac"] = of_tokens([one.is_cut for one in corrected])
+    if has_teacher:
+        of_samples = zip(batch.logprobs, batch.frozen_logprobs, strict=True)
+        values["kl"] = of_tokens([(own - teacher).detach() for own, teacher in of_samples])
     return {f"{o['name']}/{name}": value for name, value in values.items()}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.support.policies.injected_errors.injection import (
+    DISTILL,
     GRPO,
     OBJECTIVES,
     POLICY,
@@ -108,6 +109,16 @@ def _cut_ratio_with_gradient(original: Any, self: Any, *args: Any) -> Any:
 
 def _cut_log_ratio(original: Any, self: Any, log_ratio: Any) -> Any:
     return original(self, log_ratio.clamp(max=20.0))
+
+
+def _without_start(_original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
+    """The teacher's log-prob alone."""
+    labels = prepared.per_sample["advantage"][tokens.sample_of_token]
+    return labels + self._teacher(tokens)
+
+
+def _of_grpo(_original: Any, self: Any, rewards: Any, table: Any) -> Any:
+    return super(type(self), self).advantages(rewards, table)
 
 
 def _half(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
@@ -221,6 +232,16 @@ OBJECTIVE_ERRORS: dict[str, InjectedError] = {
         target=f"{GRADIENT}.PolicyGradient._estimate_kl",
         change=_cut_log_ratio,
         changes={"objective": {"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k2"}},
+    ),
+    "the teacher's advantage without the policy's log-prob": InjectedError(
+        target=f"{OBJECTIVES}.distill.Distill.token_advantage",
+        change=_without_start,
+        changes=DISTILL,
+    ),
+    "label_coef is 1": InjectedError(
+        target=f"{OBJECTIVES}.distill.Distill.advantages",
+        change=_of_grpo,
+        changes=DISTILL,
     ),
     "the critic's loss has half of its factor": InjectedError(
         target=f"{OBJECTIVES}.ppo.ValueLoss.token_loss",

@@ -12,6 +12,7 @@ import torch
 from pacs_megatron.observability.metrics import MetricSums
 from tests.support.policies.injected_errors.injection import (
     DECAY,
+    DISTILL,
     FROZEN,
     PPO,
     TRAINING,
@@ -108,6 +109,7 @@ RESUME_ERRORS: dict[str, InjectedError] = {
     "the bias correction starts again": after_resume(_restart_bias_correction),
     "the schedule starts again": after_resume_of(DECAY, _restart_schedule),
     "the reference is not restored": after_resume_of(FROZEN, _take_reference),
+    "the teacher is not restored": after_resume_of(DISTILL, _take_reference),
     "the reference is the present policy after a resume": after_resume_of(
         {"objective": {"name": "pacs", "reference": "frozen"}}, _replace_reference
     ),
