@@ -26,8 +26,8 @@ or all.
 Statistic = Literal["score", "sampler_ratio"]
 """A number per sample, computed from log-probs, that coefficients depend on.
 
-`score`: the masked sum of `Objective.token_scores`. `sampler_ratio`: mean over the response tokens
-of log pi_step_start - log pi_sampler, nats.
+`score`: the masked sum of `Objective.token_scores`, or their maximum. `sampler_ratio`: mean over
+the response tokens of log pi_step_start - log pi_sampler, nats.
 """
 
 RewardFn = Callable[[Prompt, str], float | Judgement]

@@ -15,6 +15,7 @@ _GROUPS = {
     "reinforce_pp": "REINFORCE++",
     "rloo": "RLOO",
     "sft": "SFT",
+    "steer": "STEER",
     "w_reinforce": "W-REINFORCE",
     "mismatch": "sampler and trainer",
     "eval": "evaluation",

@@ -417,12 +417,15 @@ class MegatronPolicy:
         statistics = SampleStatistics(names=names)
         routing = self._routing(minibatch.routes)
 
-        def read(batch: MicroBatch, logprobs: Tensor, _entropies: Tensor) -> None:
-            record = build_record(batch, logprobs, None, is_step_start=minibatch.index == 0)
+        want_entropy = objective.score_has_entropy
+
+        def read(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> None:
+            entropy = entropies if want_entropy else None
+            record = build_record(batch, logprobs, entropy, is_step_start=minibatch.index == 0)
             statistics.add(batch, record, objective)
 
         with torch.no_grad():
-            self._forward(minibatch, should_stop, read, routing)
+            self._forward(minibatch, should_stop, read, routing, want_entropy=want_entropy)
 
         self.routes = minibatch.routes
         if not self.routes:

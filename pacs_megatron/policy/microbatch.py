@@ -96,11 +96,31 @@ class MicroBatch:
         Returns:
             [samples], fp64.
         """
+        return self._padded(values).sum(1)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest token value of each sample, at least 0, without gradient.
+
+        Collective over the context-parallel ranks.
+
+        Args:
+            values: [local].
+
+        Returns:
+            [samples], fp64.
+        """
+        padded = self._padded(values)
+        if not padded.numel():
+            return padded.new_zeros(len(self.rows))
+        return padded.amax(1).clamp(min=0.0)
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """The token values of each sample, fp64 [samples, longest response], padded with 0."""
         num_samples = len(self.rows)
         longest = int(self.response_lens.max(initial=0))
         zeros = values.new_zeros(num_samples * longest, dtype=torch.float64)
         padded = zeros.index_copy(0, self.slots, self.gather(values.double()))
-        return padded.view(num_samples, longest).sum(1)
+        return padded.view(num_samples, longest)
 
     def means(self, values: Tensor) -> Tensor:
         """Means of token values over each sample's response tokens, without gradient.
@@ -490,7 +510,8 @@ class SampleStatistics:
         """
         values: dict[Statistic, Tensor] = {}
         if "score" in self.names:
-            values["score"] = batch.sums(objective.token_scores(record) * record.mask)
+            reduce = batch.largest if objective.score_is_maximum else batch.sums
+            values["score"] = reduce(objective.token_scores(record) * record.mask)
         if "sampler_ratio" in self.names:
             assert record.step_start_logprobs is not None
             assert record.sampler_logprobs is not None

@@ -1,12 +1,12 @@
-"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE and REINFORCE++
-in their authors' code, advantages of MaxRL and DGPO.
+"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE, REINFORCE++ and
+STEER in their authors' code, advantages of MaxRL and DGPO.
 
 Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS,
 named as there:
     python tests/golden/make_authors_golden.py DIR
 
 Modules that these files import for other functions are empty. Float64, except for OpenRLHF's mean
-and variance, and the targets of REAL's BCE variant.
+and variance, the targets of REAL's BCE variant, and STEER, which allows no other.
 """
 
 import argparse
@@ -31,6 +31,7 @@ COMMITS = {
     "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
     "maxrl": "c0698ebb439a81ae1c6b01a842df3f2541816b4d",  # tajwarfahim/maxrl
     "MathForge": "83edda024759f052a4a715eb2c2e553fb9da25ca",  # AMAP-ML/MathForge
+    "STEER": "b31df71652cd103ddc3512656a430c39ba15dd13",  # zz-haooo/STEER
 }
 EMPTY = (
     "einops",
@@ -226,6 +227,34 @@ def dgpo(folder: Path) -> dict[str, Any]:
     return found
 
 
+def steer(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One micro-batch, so its largest change is that of the mini-batch."""
+    with package(folder):
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        advantages, _ = algos.compute_grpo_outcome_advantage(
+            SCORES.clone(), MASK, torch.tensor(GROUPS).numpy()
+        )
+        found = {}
+        for name, ratio_max in (("steer", 10.0), ("steer-bounded", 1.3)):
+            logps = tokens["logps"].float().requires_grad_(True)
+            loss, *_ = algos.compute_policy_loss_with_entropy(
+                tokens["old"].float(),
+                logps,
+                advantages.float(),
+                MASK.float(),
+                tokens["entropy"].float(),
+                cliprange_low=CLIP,
+                cliprange_high=0.28,
+                clip_ratio_c=ratio_max,
+                token_weight_min=0.8,
+                token_weight_max=1.0,
+                linear=False,
+            )
+            loss.backward()
+            found[name] = {"loss": float(loss.detach()), "gradient": flat(logps.grad)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
@@ -234,7 +263,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn((2, len(LENS), max(LENS)), generator=generator, dtype=torch.float64)
     logps = -noise[0].abs() - 0.05
-    tokens = {"logps": logps, "old": logps - 0.3 * noise[1]}
+    entropy = 2.0 * torch.rand(logps.shape, generator=generator, dtype=torch.float64)
+    tokens = {"logps": logps, "old": logps - 0.3 * noise[1], "entropy": entropy}
     content = {
         "commits": COMMITS,
         "torch": version("torch"),
@@ -246,7 +276,8 @@ def main() -> None:
         | w_reinforce(folder / "RLVR-Decomposed", tokens)
         | reinforce_pp(folder / "OpenRLHF", tokens)
         | maxrl(folder / "maxrl")
-        | dgpo(folder / "MathForge"),
+        | dgpo(folder / "MathForge")
+        | steer(folder / "STEER", tokens),
     }
     Path(__file__).with_name("authors_golden.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -1,9 +1,10 @@
-"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL and DGPO equal their authors' code on the same
-tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in float32, REAL's
-BCE variant its targets.
+"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO and STEER equal their authors' code on the
+same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in float32,
+REAL's BCE variant its targets, STEER all.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "w_reinforce": {"name": "w_reinforce"},
     "reinforce_pp": {"name": "reinforce_pp"},
     "reinforce_pp-group": {"name": "reinforce_pp", "baseline": "group"},
+    "steer": {"name": "steer"},
+    "steer-bounded": {"name": "steer", "ratio_max": 1.3},
 }
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "maxrl": {"name": "maxrl"},
@@ -47,22 +50,27 @@ def test_loss_and_gradient_of_the_authors(case: str) -> None:
         TypeAdapter(ObjectiveOptions).validate_python(OPTIONS[case]), updates_per_step=2
     )
     facts = make_facts(GOLDEN["groups"], GOLDEN["labels"], lens=lens)
-    differences = (tokens["logps"] - tokens["old"]).split(lens)
-    scores = torch.stack([piece.mean() for piece in differences])
-    prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
     logps = tokens["logps"].requires_grad_(True)
     record = make_record(
         logps,
         lens,
         step_start_logprobs=tokens["old"],
+        entropy=tokens["entropy"],
     )
+    differences = (tokens["logps"] - tokens["old"]).detach()
+    scores = torch.stack([piece.mean() for piece in differences.split(lens)])
+    if objective.score_is_maximum:
+        of_tokens = objective.token_scores(replace(record, logprobs=logps.detach()))
+        scores = torch.stack([piece.max() for piece in of_tokens.split(lens)])
+    prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
     loss = objective.token_loss(record, prepared).sum()
     loss.backward()  # type: ignore[no-untyped-call]
-    relative = 2e-6 if case.startswith(("reinforce_pp", "real_bce")) else 1e-12
+    relative = 2e-6 if case.startswith(("reinforce_pp", "real_bce", "steer")) else 1e-12
     if prepared.loss is not None:  # REAL's token loss is a surrogate
         loss = torch.tensor(prepared.loss, dtype=torch.float64)
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=relative)
-    np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=relative, atol=1e-15)
+    smallest = 1e-8 if case.startswith("steer") else 1e-15
+    np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=relative, atol=smallest)
 
 
 @pytest.mark.parametrize("case", ADVANTAGES)

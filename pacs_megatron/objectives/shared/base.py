@@ -108,6 +108,10 @@ class Objective:
     """
     coupled_by: Mapping[Statistic, int] = {}
     """Statistic -> first update whose coefficients depend on it."""
+    score_is_maximum: ClassVar[bool] = False
+    """The score of a sample is the largest of its `token_scores`, not their sum."""
+    score_has_entropy: ClassVar[bool] = False
+    """`token_scores` needs the entropies of the tokens."""
     kl_in_reward: bool = False
     """`prepare_step` needs `SampleFacts.kl_to_reference`"""
     critic: "Objective | None" = None
@@ -157,7 +161,8 @@ class Objective:
         """Each token's part of its sample's score. Called without grad.
 
         Returns:
-            [t], float64. The engine masks it and sums it by sample in float64.
+            [t], float64. The engine masks it and sums it by sample in float64, or takes the largest
+            one (`score_is_maximum`), at least 0.
 
         Raises:
             ValueError: this objective declares no score.

@@ -242,6 +242,10 @@ class PolicyGradient(Objective):
         clipped = ratio.clamp(1.0 - self.options.clip_low, 1.0 + self.options.clip_high)
         return -torch.minimum(ratio * advantage, clipped * advantage)
 
+    def token_factor(self, tokens: TokenRecord, prepared: Prepared) -> Tensor | None:
+        """The factor of each token's surrogate, [t], without gradient; None: 1."""
+        return None
+
     def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """The tokens whose gradient is clipped to 0, bool [t]. See `surrogate`."""
         assert isinstance(self.options, ClippedOptions)
@@ -337,8 +341,8 @@ class PolicyGradient(Objective):
     ) -> Prepared:
         """Per sample, float64 [n]: see `known` and `couple`."""
         per_sample = self.known(facts, step_inputs)
-        if self.coupling == "sample":
-            per_sample |= self._coupled(scores, facts)
+        if self.coupling != "token":
+            per_sample |= self._coupled(scores, facts, per_sample)
 
         has_gradient = self.has_gradient(per_sample["advantage"]).numpy()
         advantage_sizes = np.abs(per_sample["advantage"].numpy())
@@ -384,9 +388,9 @@ class PolicyGradient(Objective):
         weight = at_tokens(prepared.per_sample["token_weight"], tokens).to(dtype)
 
         loss = self.surrogate(self._ratio(tokens, prepared), advantage, tokens)
-        importance = self._importance(tokens, prepared)
-        if importance is not None:
-            loss = loss * importance.to(dtype)
+        for factor in (self.token_factor(tokens, prepared), self._importance(tokens, prepared)):
+            if factor is not None:
+                loss = loss * factor.to(dtype)
         if self.options.kl_in == "loss":
             loss = loss + self.options.kl_coef * self._kl(tokens)
         if self.options.entropy_coef > 0:
@@ -427,7 +431,9 @@ class PolicyGradient(Objective):
     def _with_prefix(self, values: dict[str, Any]) -> dict[str, Any]:
         return {f"{self.name}/{name}": value for name, value in values.items()}
 
-    def _coupled(self, scores: Tensor | None, facts: SampleFacts) -> dict[str, Tensor]:
+    def _coupled(
+        self, scores: Tensor | None, facts: SampleFacts, known: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The values of `couple` for all samples of a mini-batch, float64 [n]."""
         table = build_table(facts, whole_groups=False)
         table_scores = None if scores is None else scores[table.rows]
@@ -437,7 +443,8 @@ class PolicyGradient(Objective):
             ratios = required(facts.log_ratio_to_sampler, "facts.log_ratio_to_sampler")
             sampler_ratios = torch.from_numpy(ratios)[table.rows]
 
-        coupled = self.couple(table, table_scores, sampler_ratios, {})
+        known_of_table = {name: values[table.rows] for name, values in known.items()}
+        coupled = self.couple(table, table_scores, sampler_ratios, known_of_table)
         return {name: by_row(values, table) for name, values in coupled.items()}
 
     def _ratio(self, tokens: TokenRecord, prepared: Prepared) -> Tensor:

@@ -44,7 +44,7 @@ def skips_zero_gradient(o: Options) -> bool:
     """
     if o["name"] == "pacs":
         return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
-    if o["name"] in ("sft", "distill") or o.get("importance_level") == "sequence":
+    if o["name"] in ("sft", "distill", "steer") or o.get("importance_level") == "sequence":
         return False
     # The KL and the entropy of the loss need every trained sample, also one without advantage. All
     # samples that W-REINFORCE trains have one.

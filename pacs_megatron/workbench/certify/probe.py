@@ -45,7 +45,11 @@ def evaluate(options: CommonOptions, num_updates: int, probe: Probe) -> dict[str
     scores = None
     if "score" in statistics:
         detached = replace(record, logprobs=logprobs.detach())
-        scores = _by_sample(probe, objective.token_scores(detached))
+        values = objective.token_scores(detached)
+        scores = _by_sample(probe, values)
+        if objective.score_is_maximum:
+            sizes = probe.lens.tolist()
+            scores = torch.stack([part.max() for part in torch.split(values, sizes)])
     prepared = objective.prepare(scores, facts, objective.prepare_step(facts))
 
     mask = torch.ones(len(probe.logprobs))

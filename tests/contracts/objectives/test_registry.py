@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "maxrl": (2, {"name": "maxrl"}),
     "dgpo": (2, {"name": "dgpo"}),
     "distill": (2, {"name": "distill", "teacher": "teacher", "label_coef": 0.5}),
+    "steer": (2, {"name": "steer"}),
     "ppo": (2, {"name": "ppo"}),
     "real": (2, {"name": "real"}),
     "real_bce": (2, {"name": "real_bce"}),

@@ -398,6 +398,7 @@ EXAMPLES: dict[str, list[str]] = {
     "w_reinforce": [],
     "maxrl": [],
     "dgpo": ["parallel.tp=1", "parallel.cp=2"],
+    "steer": [],
     "distill": [],
     "psr": [],
     "nsr": [],

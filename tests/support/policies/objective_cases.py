@@ -83,6 +83,17 @@ OBJECTIVE_CASES: dict[str, dict[str, Any]] = {
     },
     "maxrl": {"name": "maxrl", "clip_low": 0.02, "clip_high": 0.02, "loss_mean": "sequence"},
     "dgpo": {"name": "dgpo", "clip_low": 0.02, "clip_high": 0.02, "difficulty_temperature": 0.5},
+    "steer": {"name": "steer", "clip_low": 0.02, "clip_high": 0.03},
+    "steer-half": {
+        "name": "steer",
+        "clip_low": 0.02,
+        "clip_high": 0.02,
+        "weight_min": 0.5,
+        "ratio_max": 1.03,
+        "loss_mean": "sequence",
+        "importance": "truncate",
+        "importance_level": "sequence",
+    },
     "distill": {
         "name": "distill",
         "teacher": "teacher",

@@ -41,6 +41,7 @@ class Batch:
     """log-probs of the sampler"""
     step_start: torch.Tensor | None = None
     """None: `reference`"""
+    entropy: torch.Tensor | None = None
 
     @property
     def start(self) -> torch.Tensor:
@@ -66,6 +67,7 @@ class Batch:
             step_start_logprobs=self.start[rows],
             reference_logprobs=self.reference[rows],
             sampler_logprobs=None if self.sampler is None else self.sampler[rows],
+            entropy=None if self.entropy is None else self.entropy[rows].to(source.dtype),
             estimates=self._estimates(rows, source.dtype),
         )
 
@@ -169,6 +171,7 @@ def random_batch(
         reference=torch.from_numpy(logprobs + rng.normal(0, spread, len(mask))),
         mask=torch.from_numpy(mask),
         sample_of_token=torch.from_numpy(sample_of_token),
+        entropy=torch.from_numpy(rng.exponential(1.0, len(mask))),
     )
 
 
@@ -200,7 +203,10 @@ def objective_gradient(
 def objective_scores(objective: Objective, batch: Batch) -> torch.Tensor:
     """r [n] as an engine computes it."""
     with torch.no_grad():
-        return batch.sums(objective.token_scores(batch.record()))
+        values = objective.token_scores(batch.record())
+        if objective.score_is_maximum:
+            return torch.stack([of_sample.max() for of_sample in batch.split(values)])
+        return batch.sums(values)
 
 
 def token_metric_sums(objective: Objective, batch: Batch, prepared: Prepared) -> dict[str, float]:
@@ -246,6 +252,7 @@ _OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "w_reinforce": _POLICY_GRADIENT | {"classes": "both", "positive_weight": 0.1},
     "maxrl": _POLICY_GRADIENT,
     "dgpo": _POLICY_GRADIENT | {"difficulty_temperature": 2.0},
+    "steer": _POLICY_GRADIENT | {"clip_high": 0.28, "weight_min": 0.8, "ratio_max": 10.0},
     "distill": _POLICY_GRADIENT | {"label_coef": 0.0},
     "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5, "value_coef": 0.5},
     "real": {"tau": 0.5},

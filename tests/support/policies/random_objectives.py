@@ -130,6 +130,11 @@ def _distill(draw: Draw) -> dict[str, Any]:
     return options
 
 
+def _steer(draw: Draw) -> dict[str, Any]:
+    bounds = {"weight_min": draw.choice([0.1, 0.8]), "ratio_max": draw.choice([1.01, 10.0])}
+    return _grpo(draw) | bounds
+
+
 def _ppo(draw: Draw) -> dict[str, Any]:
     options = _grpo(draw)
     if options.get("kl_in") == "reward":
@@ -161,6 +166,7 @@ _OF_OBJECTIVE: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "maxrl": _maxrl,
     "dgpo": _dgpo,
     "distill": _distill,
+    "steer": _steer,
     "ppo": _ppo,
     "real": _real,
     "real_bce": _real,

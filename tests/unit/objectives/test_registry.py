@@ -30,7 +30,7 @@ from tests.support.policies.objective_reference import (
 
 METRICS = set(
     re.findall(
-        r"`(?:grpo|pacs)/([^`]+)`",
+        r"`(?:grpo|pacs|steer)/([^`]+)`",
         (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8"),
     )
 )
@@ -105,9 +105,8 @@ def test_loss_and_gradient_match_autograd(case: str, index: int) -> None:
     objective = build(case)
     for seed in range(2):
         batch = drawn_batch(seed, moved=0.05 if index else 0.0)
-        entropy = torch.from_numpy(
-            np.random.default_rng(seed + 100).exponential(1.0, len(batch.mask))
-        )
+        entropy = batch.entropy
+        assert entropy is not None
         batch, prepared = prepared_like_the_engine(objective, batch, index)
         by_logprob, by_entropy, total = gradients(objective, batch, prepared, entropy, seed)
 
@@ -162,6 +161,7 @@ def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
         ("w_reinforce", "sample", {"sampler_ratio"}, {"sampler_ratio"}),
         ("psr", "token", set(), set()),
         ("distill", "token", set(), set()),
+        ("steer", "minibatch", {"score"}, {"score"}),
         ("real", "group", set(), {"score"}),
         ("real_bce", "sample", set(), {"score"}),
     ],
@@ -398,6 +398,8 @@ def test_real_divides_a_class_with_huge_scores_among_its_samples() -> None:
         ),
         ({"name": "dgpo", "difficulty_temperature": 0}, "greater than 0"),
         ({"name": "distill"}, "Field required"),
+        ({"name": "steer", "weight_min": 1.0}, "less than 1"),
+        ({"name": "steer", "ratio_max": 1.0}, "greater than 1"),
         (
             {"name": "distill", "teacher": "t", "kl_coef": 0.1},
             "objective.kl_coef=0.1 does not go with objective.name=distill",

@@ -48,6 +48,7 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
     "maxrl": policy_gradient,
     "dgpo": policy_gradient,
     "distill": policy_gradient,
+    "steer": policy_gradient,
     "reinforce_pp": policy_gradient,
     "ppo": policy_gradient,
     "real": real,

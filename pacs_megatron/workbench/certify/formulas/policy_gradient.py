@@ -7,7 +7,7 @@ they follow. Three rules are in no paper: the factor |o| of LUSPO (TRL), the bia
 REINFORCE++ and its floor (the authors' code), and W-REINFORCE's mean over the trained samples alone
 (the authors' code cuts the batch first). MaxRL and DGPO are written from their authors' code
 (tajwarfahim/maxrl c0698eb, AMAP-ML/MathForge 83edda0), on-policy distillation from GKD
-(arXiv:2306.13649).
+(arXiv:2306.13649). STEER's weight and its bound of the ratio are those of zz-haooo/STEER b31df71.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,14 @@ def policy_gradient(batch: Batch) -> tuple[Tensor, Metrics]:
     divided by `divisor`.
     """
     advantages = token_advantages(batch)
+    weights = token_weights(batch, advantages)
     trained = trained_samples(batch)
     lens = [batch.lens[row] for row in trained]
 
     loss = 0.0 * torch.cat(batch.logprobs).sum()  # a mini-batch may have no trained sample
     terms: dict[int, TokenTerms] = {}
     for row in trained:
-        terms[row] = token_terms(batch, row, advantages[row])
+        terms[row] = token_terms(batch, row, advantages[row], weights[row])
         loss = loss + terms[row].loss.sum() / divisor(batch.options, lens, batch.lens[row])
     return loss, metrics(batch, advantages, terms)
 
@@ -161,6 +162,21 @@ def w_reinforce_advantages(batch: Batch) -> Tensor:
     return advantages
 
 
+def token_weights(batch: Batch, advantages: PerSample) -> PerSample:
+    """STEER's w of each token, without gradient; 1 of all other objectives."""
+    if batch.options["name"] != "steer":
+        return [torch.ones_like(advantage) for advantage in advantages]
+
+    changes = []
+    for row, advantage in enumerate(advantages):
+        p = batch.logprobs[row].detach().exp().clamp(1e-8, 1 - 1e-8)
+        start = batch.start_logprobs[row].exp().clamp(1e-8, 1)
+        slope = p * (1 - p) * (p.log() + batch.entropies[row].detach())
+        changes.append((advantage / start * slope).abs())
+    largest = max(0.02, float(torch.cat(changes).max()))
+    return [batch.options["weight_min"] ** (change / largest) for change in changes]
+
+
 def penalised_rewards(batch: Batch) -> Tensor:
     """R of each sample, [n], with DAPO's punishment of length and the KL of `kl_in: reward`."""
     o = batch.options
@@ -194,6 +210,8 @@ class TokenTerms:
 
     loss: Tensor
     """w l(rho, A) + kl_coef k - entropy_coef H, with graph"""
+    weight: Tensor
+    """STEER's w"""
     is_clipped: Tensor
     """bool: the clip takes the gradient, or bounds the weight (CISPO)"""
     kl: Tensor
@@ -204,8 +222,10 @@ class TokenTerms:
     """bool: w is a bound or 0 instead of the ratio"""
 
 
-def token_terms(batch: Batch, row: int, advantage: Tensor) -> TokenTerms:
-    """The terms of the loss of sample `row`, whose tokens have `advantage` [response]."""
+def token_terms(batch: Batch, row: int, advantage: Tensor, weight: Tensor) -> TokenTerms:
+    """The terms of the loss of sample `row`, whose tokens have `advantage` [response] and STEER's
+    `weight` [response].
+    """
     o = batch.options
     rho = policy_ratio(batch, row)
     high = 1 + o["clip_high"]
@@ -213,6 +233,10 @@ def token_terms(batch: Batch, row: int, advantage: Tensor) -> TokenTerms:
         loss, is_clipped = cispo_loss(rho, advantage, batch.logprobs[row], high)
     else:
         loss, is_clipped = clipped_loss(rho, advantage, 1 - o["clip_low"], high)
+    if o["name"] == "steer":
+        is_bounded = (advantage < 0) & (rho > o["ratio_max"])
+        loss = weight * torch.where(is_bounded, -advantage * o["ratio_max"], loss)
+        is_clipped = is_clipped | is_bounded
 
     importance, is_cut = importance_weight(batch, row)
     loss = importance * loss
@@ -226,6 +250,7 @@ def token_terms(batch: Batch, row: int, advantage: Tensor) -> TokenTerms:
         loss = loss - o["entropy_coef"] * batch.entropies[row]
     return TokenTerms(
         loss=loss,
+        weight=weight,
         is_clipped=is_clipped,
         kl=kl.detach(),
         importance=importance,
@@ -363,6 +388,8 @@ def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -
         "zero_advantage_frac": mean_and_count(sizes == 0),
         "clip_frac": of_tokens([one.is_clipped for one in trained]),
     }
+    if o["name"] == "steer":
+        values["weight_mean"] = of_tokens([one.weight for one in trained])
     if o["kl_coef"] > 0:
         values["kl"] = of_tokens([one.kl for one in trained])
     if o["importance"] != "none":

@@ -19,6 +19,7 @@ GRPO = {
     "objective": {"name": "grpo", "kl_coef": 0.1, "importance": "truncate", "loss_mean": "sequence"}
 }
 PPO = {"objective": {"name": "ppo"}}
+STEER = {"objective": {"name": "steer"}}
 DISTILL = {"objective": {"name": "distill", "teacher": "teacher", "label_coef": 0.5}}
 DECAY = {
     "optimizer": {"weight_decay": 0.1, "schedule": "linear", "min_lr": 1e-7, "warmup_updates": 2}

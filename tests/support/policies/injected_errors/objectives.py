@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.support.policies.injected_errors.injection import (
     GRPO,
     OBJECTIVES,
     POLICY,
+    STEER,
     InjectedError,
 )
 
@@ -119,6 +121,19 @@ def _without_start(_original: Any, self: Any, tokens: Any, prepared: Any) -> Any
 
 def _of_grpo(_original: Any, self: Any, rewards: Any, table: Any) -> Any:
     return super(type(self), self).advantages(rewards, table)
+
+
+def _of_first_samples(
+    original: Any, self: Any, table: Any, scores: Any, ratios: Any, known: Any
+) -> Any:
+    return original(
+        self, table, scores[: len(scores) // 2].max().expand(len(scores)), ratios, known
+    )
+
+
+def _without_entropy(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
+    without = replace(tokens, entropy=torch.zeros_like(tokens.entropy))
+    return original(self, without, prepared)
 
 
 def _half(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
@@ -242,6 +257,16 @@ OBJECTIVE_ERRORS: dict[str, InjectedError] = {
         target=f"{OBJECTIVES}.distill.Distill.advantages",
         change=_of_grpo,
         changes=DISTILL,
+    ),
+    "the largest change of STEER is that of a micro-batch": InjectedError(
+        target=f"{OBJECTIVES}.steer.Steer.couple",
+        change=_of_first_samples,
+        changes=STEER,
+    ),
+    "STEER's weight ignores the entropy": InjectedError(
+        target=f"{OBJECTIVES}.steer.Steer.token_factor",
+        change=_without_entropy,
+        changes=STEER,
     ),
     "the critic's loss has half of its factor": InjectedError(
         target=f"{OBJECTIVES}.ppo.ValueLoss.token_loss",
