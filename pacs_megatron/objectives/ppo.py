@@ -101,6 +101,7 @@ class Ppo(PolicyGradient, options=PpoOptions):
     """The policy's objective; see `PolicyGradient` for the arguments."""
 
     options: PpoOptions
+    has_estimates = True
 
     def __init__(self, options: PpoOptions) -> None:
         super().__init__(options)

@@ -27,8 +27,8 @@ from pacs_megatron.contracts import Prepared, SampleFacts, TokenRecord
 from pacs_megatron.objectives.shared.base import StepInputs, at_tokens, required
 from pacs_megatron.objectives.shared.lazy import Tensor, torch
 from pacs_megatron.objectives.shared.policy_gradient import (
-    ClippedOptions,
-    PolicyGradient,
+    BoundedOptions,
+    BoundedPolicyGradient,
     TokenMeanOptions,
 )
 from pacs_megatron.objectives.shared.sample_table import SampleTable
@@ -39,7 +39,7 @@ SMALLEST_MAXIMUM = 0.02
 """of the authors; below it w stays near 1"""
 
 
-class SteerOptions(TokenMeanOptions, ClippedOptions):
+class SteerOptions(TokenMeanOptions, BoundedOptions):
     """STEER: clipped policy gradient with less weight on tokens that change the entropy."""
 
     name: Literal["steer"]
@@ -48,11 +48,9 @@ class SteerOptions(TokenMeanOptions, ClippedOptions):
     """Clip the probability ratio at 1 + clip_high from above."""
     weight_min: float = Field(default=0.8, gt=0, lt=1)
     """Weight of the token that changes the entropy most."""
-    ratio_max: float = Field(default=10.0, gt=1)
-    """Upper bound of the probability ratio of tokens with a negative advantage."""
 
 
-class Steer(PolicyGradient, options=SteerOptions):
+class Steer(BoundedPolicyGradient, options=SteerOptions):
     """STEER; see `PolicyGradient` for the arguments."""
 
     options: SteerOptions
@@ -96,17 +94,6 @@ class Steer(PolicyGradient, options=SteerOptions):
             omega = advantage.abs() * self.token_scores(tokens)
             weight = torch.exp(-decay * omega).clamp(self.options.weight_min, 1.0)
         return weight.to(tokens.logprobs.dtype)
-
-    def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
-        """l(rho, A) without w, [t]."""
-        loss = super().surrogate(ratio, advantage, tokens)
-        bounded = torch.minimum(loss, -advantage * self.options.ratio_max)
-        return torch.where(advantage < 0.0, bounded, loss)
-
-    def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """The tokens whose gradient is clipped to 0, bool [t]."""
-        is_bounded = (advantage < 0.0) & (ratio > self.options.ratio_max)
-        return super().is_clipped(ratio, advantage) | is_bounded
 
     def prepare(
         self, scores: Tensor | None, facts: SampleFacts, step_inputs: StepInputs

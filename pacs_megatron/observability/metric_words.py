@@ -16,6 +16,7 @@ _GROUPS = {
     "rloo": "RLOO",
     "sft": "SFT",
     "steer": "STEER",
+    "vimpo": "VIMPO",
     "w_reinforce": "W-REINFORCE",
     "mismatch": "sampler and trainer",
     "eval": "evaluation",

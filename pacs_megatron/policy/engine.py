@@ -530,9 +530,9 @@ class MegatronPolicy:
             references = on_host(minibatch, minibatch.reference_logprobs)
             pairs = zip(starts, references, strict=True)
             kls.append([objective.sample_kl(start, reference) for start, reference in pairs])
-        return replace(facts, kl_to_reference=self._by_sample(facts, minibatches, kls))
+        return replace(facts, kl_to_reference=self.by_sample(facts, minibatches, kls))
 
-    def _by_sample(
+    def by_sample(
         self,
         facts: SampleFacts,
         minibatches: Sequence[MiniBatch],

@@ -13,6 +13,7 @@ from pacs_megatron.objectives.registry import passes_of
 from pacs_megatron.objectives.shared.base import StepInputs
 from pacs_megatron.observability.metrics import MetricSums
 from pacs_megatron.policy.critic import critic_report
+from pacs_megatron.policy.estimates import with_estimates
 from pacs_megatron.rollout.collect import StepSamples
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.distribute import cut_step
@@ -146,8 +147,8 @@ def step_inputs(
     facts = samples.facts
     if run.objective.kl_in_reward:
         facts = run.policy.with_sample_kl(facts, minibatches, run.objective)
-    if run.critic is not None:
-        facts, minibatches = run.critic.with_estimates(facts, minibatches, run.objective)
+    if run.objective.has_estimates:
+        facts, minibatches = with_estimates(run.policy, facts, minibatches, run.objective)
 
     repeated = []
     for epoch in range(run.config.batch.epochs):

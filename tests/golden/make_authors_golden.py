@@ -1,5 +1,5 @@
-"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE, REINFORCE++ and
-STEER in their authors' code, advantages of MaxRL and DGPO.
+"""Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE, REINFORCE++,
+STEER and VIMPO in their authors' code, advantages of MaxRL and DGPO.
 
 Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS,
 named as there:
@@ -31,6 +31,7 @@ COMMITS = {
     "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
     "maxrl": "c0698ebb439a81ae1c6b01a842df3f2541816b4d",  # tajwarfahim/maxrl
     "MathForge": "83edda024759f052a4a715eb2c2e553fb9da25ca",  # AMAP-ML/MathForge
+    "VIMPO": "2aa83bcb9568a46be0af8fa943c4345b3d7c53d1",  # backprop07/VIMPO
     "STEER": "b31df71652cd103ddc3512656a430c39ba15dd13",  # zz-haooo/STEER
 }
 EMPTY = (
@@ -42,6 +43,9 @@ EMPTY = (
     "openrlhf.trainer.ray",
     "openrlhf.utils",
     "verl.protocol",
+    "omegaconf",
+    "verl.trainer.config",
+    "verl.workers.config",
 )
 LENS = [3, 5, 1, 4, 2, 5, 2, 3, 4]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -49,6 +53,8 @@ LABELS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]  # the last group has one
 CLIP = 0.2
 TAU = 0.5
 POSITIVE_WEIGHT = 0.1
+BETA = 0.2
+ACTOR_COEF = 0.3
 MASK = (torch.arange(max(LENS))[None] < torch.tensor(LENS)[:, None]).double()
 SCORES = (
     MASK
@@ -255,6 +261,40 @@ def steer(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
     return found
 
 
+def vimpo(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One update from the step's start; the actor's loss is verl's."""
+    with package(folder):
+        utils: Any = sys.modules["verl.utils"]
+        utils.as_torch_index = utils.group_mean_std = None  # of other estimators
+        algos = importlib.import_module("recipe.vimpo.vimpo_core_algos")
+        losses = importlib.import_module("verl.trainer.ppo.core_algos")
+        found = {}
+        for name, estimator, lam in (("vimpo", "k3", 1.0), ("vimpo-k2", "k2", 0.9)):
+            start = tokens["logps"].clone().requires_grad_(True)
+            reference = tokens["old"]
+            kl = algos.compute_sampled_token_kl_from_log_probs(start, reference, estimator, True)
+            advantages, *_ = algos.compute_detached_vimpo_ppo_targets(
+                start, reference, kl, MASK, BETA, 1.0, lam
+            )
+            ratio = torch.exp(start - start.detach())
+            of_tokens = -advantages * ratio
+            actor = losses.agg_loss(of_tokens, MASK, "token-mean")
+            baseline = algos.compute_reward_baseline_by_uid(SCORES, MASK, GROUPS)
+            value, *_ = algos.compute_vimpo_loss(
+                start, reference, kl, SCORES, MASK, BETA, 1.0, baseline, "token-mean", {}
+            )
+            loss, _ = algos.compose_vimpo_policy_loss(
+                actor, value, False, True, ACTOR_COEF, torch.device("cpu")
+            )
+            loss.backward()
+            found[name] = {
+                "loss": float(loss.detach()),
+                "gradient": flat(start.grad),
+                "estimates": flat(advantages),
+            }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
@@ -277,7 +317,8 @@ def main() -> None:
         | reinforce_pp(folder / "OpenRLHF", tokens)
         | maxrl(folder / "maxrl")
         | dgpo(folder / "MathForge")
-        | steer(folder / "STEER", tokens),
+        | steer(folder / "STEER", tokens)
+        | vimpo(folder / "VIMPO", tokens),
     }
     Path(__file__).with_name("authors_golden.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -1,19 +1,22 @@
-"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO and STEER equal their authors' code on the
-same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in float32,
-REAL's BCE variant its targets, STEER all.
+"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO, STEER and VIMPO equal their authors' code
+on the same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in
+float32, REAL's BCE variant its targets, STEER all.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
 
+from pacs_megatron.contracts import MiniBatch, TokenBuffers
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
+from pacs_megatron.objectives.vimpo import Vimpo, VimpoOptions
 from tests.support.policies.objective_reference import make_facts, make_record
 
 GOLDEN = json.loads(Path(__file__).with_name("authors_golden.json").read_text(encoding="utf-8"))
@@ -28,6 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "steer": {"name": "steer"},
     "steer-bounded": {"name": "steer", "ratio_max": 1.3},
 }
+VIMPO = {
+    "vimpo": VimpoOptions(name="vimpo", beta=0.2, actor_coef=0.3),
+    "vimpo-k2": VimpoOptions(name="vimpo", beta=0.2, actor_coef=0.3, value_kl="k2", lam=0.9),
+}
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "maxrl": {"name": "maxrl"},
     "dgpo": {"name": "dgpo"},
@@ -36,7 +43,7 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
 
 
 def test_every_case_of_the_file_is_compared() -> None:
-    assert set(OPTIONS) | set(ADVANTAGES) == set(GOLDEN["cases"])
+    assert set(OPTIONS) | set(ADVANTAGES) | set(VIMPO) == set(GOLDEN["cases"])
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -71,6 +78,60 @@ def test_loss_and_gradient_of_the_authors(case: str) -> None:
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=relative)
     smallest = 1e-8 if case.startswith("steer") else 1e-15
     np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=relative, atol=smallest)
+
+
+@pytest.mark.parametrize("case", VIMPO)
+def test_vimpo_of_the_authors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advantages of a step's start, and the loss of its first update."""
+    from pacs_megatron.policy import estimates
+
+    objective = Vimpo(VIMPO[case])
+    expected = GOLDEN["cases"][case]
+    lens = GOLDEN["lens"]
+    start = torch.tensor(GOLDEN["tokens"]["logps"], dtype=torch.float64)
+    reference = torch.tensor(GOLDEN["tokens"]["old"], dtype=torch.float64)
+    offsets = np.cumsum([0, *lens])
+    tokens = TokenBuffers(
+        index=np.arange(len(lens)),
+        token_ids=np.zeros(offsets[-1], np.int32),
+        offsets=offsets,
+        writers=np.full(offsets[-1], 1, np.uint8),
+        sampler_logprobs=np.zeros(offsets[-1], np.float32),
+        response_offsets=offsets,
+    )
+    minibatch = MiniBatch(
+        facts=make_facts(GOLDEN["groups"], GOLDEN["labels"], lens=lens),
+        rows=np.arange(len(lens)),
+        tokens=tokens,
+        plan=cast("Any", None),
+        step_start_logprobs=start,
+        reference_logprobs=reference,
+    )
+    alone = SimpleNamespace(by_sample=lambda _facts, _parts, own: np.array(own[0]))
+    # Not rounded to float32.
+    monkeypatch.setattr(
+        estimates, "_column", lambda _, by_sample: torch.from_numpy(np.concatenate(by_sample))
+    )
+    facts, [found] = estimates.with_estimates(
+        cast("Any", alone), minibatch.facts, [minibatch], objective
+    )
+    advantages = found.estimates["advantage"]
+    np.testing.assert_allclose(advantages.numpy(), expected["estimates"], rtol=1e-6)
+
+    logps = start.clone().requires_grad_(True)
+    record = make_record(
+        logps,
+        lens,
+        step_start_logprobs=start,
+        reference_logprobs=reference,
+        estimates={"advantage": torch.tensor(expected["estimates"], dtype=torch.float64)},
+    )
+    scores = torch.stack([piece.sum() for piece in objective.token_scores(record).split(lens)])
+    prepared = objective.prepare(scores.detach(), facts, objective.prepare_step(facts))
+    loss = objective.token_loss(record, prepared).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-12)
+    np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("case", ADVANTAGES)

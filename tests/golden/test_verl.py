@@ -32,9 +32,9 @@ def record(logprobs: torch.Tensor, **estimates: Any) -> TokenRecord:
     return make_record(logprobs, LENS, step_start_logprobs=TOKENS["old"], estimates=tokens)
 
 
-def test_advantages_are_whitened_and_returns_are_not() -> None:
+def test_advantages_are_whitened_and_returns_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's tensors have a reward at each token: the KL term gives them here."""
-    from pacs_megatron.policy import critic
+    from pacs_megatron.policy import estimates
 
     objective = Ppo(
         PpoOptions(name="ppo", kl_coef=1.0, kl_in="reward", kl_estimator="k1", **GOLDEN["options"])
@@ -59,12 +59,12 @@ def test_advantages_are_whitened_and_returns_are_not() -> None:
         estimates={"value": TOKENS["values"]},
     )
     minibatch.facts.rewards[:] = 0.0
-    alone = SimpleNamespace(
-        _by_sample=lambda _facts, _parts, own: np.array(own[0]),
-        # Not rounded to float32.
-        _column=lambda by_sample: torch.from_numpy(np.concatenate(by_sample)),
+    alone = SimpleNamespace(by_sample=lambda _facts, _parts, own: np.array(own[0]))
+    # Not rounded to float32.
+    monkeypatch.setattr(
+        estimates, "_column", lambda _, by_sample: torch.from_numpy(np.concatenate(by_sample))
     )
-    facts, [found] = critic.Critic.with_estimates(
+    facts, [found] = estimates.with_estimates(
         cast("Any", alone), minibatch.facts, [minibatch], objective
     )
     for name, expected in (("advantage", GOLDEN["advantages"]), ("return", GOLDEN["returns"])):

@@ -114,10 +114,12 @@ class Objective:
     """`token_scores` needs the entropies of the tokens."""
     kl_in_reward: bool = False
     """`prepare_step` needs `SampleFacts.kl_to_reference`"""
+    has_estimates: bool = False
+    """advantages of tokens come from `estimate`"""
     critic: "Objective | None" = None
     """the objective of the critic's updates, whose records have values as `logprobs`.
 
-    None: no critic, no `estimate`
+    None: no critic
     """
 
     def __init_subclass__(cls, *, options: type[CommonOptions] | None = None) -> None:
@@ -223,19 +225,19 @@ class Objective:
         step_starts: Sequence["np.ndarray"],
         references: Sequence["np.ndarray"],
     ) -> tuple[list["np.ndarray"], list["np.ndarray"]]:
-        """Advantages and returns of samples from the values of a critic.
+        """Advantages of tokens, and returns, with `has_estimates`.
 
         Args:
             rewards: of each sample.
-            values: [response] each, the critic's.
+            values: [response] each, the critic's; empty without a critic.
             step_starts: [response] each, log-probs, if `passes` declares them.
             references: [response] each, log-probs, if `passes` declares them.
 
         Returns:
-            (advantages, returns), float64 [response] each. The engine whitens the advantages over
-            all tokens of the step.
+            (advantages, returns), float64 [response] each; no returns without a critic. The engine
+            whitens the advantages over all tokens of the step.
         """
-        raise ValueError(f"objective: {self.name} has no critic")
+        raise ValueError(f"objective: {self.name} has no estimates")
 
     def prepare_step(self, facts: SampleFacts) -> StepInputs:
         """Columns of samples that depend on the whole rollout batch, such as advantages.

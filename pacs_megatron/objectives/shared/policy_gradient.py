@@ -131,6 +131,13 @@ class ClippedOptions(PolicyGradientOptions):
     """Clip the probability ratio at 1 - clip_low from below."""
 
 
+class BoundedOptions(ClippedOptions):
+    """Options of a clipped policy gradient with a bound of the ratio (arXiv:1912.09729)."""
+
+    ratio_max: float = Field(default=10.0, gt=1)
+    """Upper bound of the probability ratio of tokens with a negative advantage."""
+
+
 class TokenMeanOptions(PolicyGradientOptions):
     """Options of a policy gradient with a choice of the mean."""
 
@@ -506,15 +513,45 @@ class PolicyGradient(Objective):
         return self._estimate_kl(reference - tokens.logprobs)
 
     def _estimate_kl(self, log_ratio: Tensor) -> Tensor:
-        """k, nats, of q = log pi_reference - log pi; same shape. Only k3 has an exponential."""
-        match self.options.kl_estimator:
-            case "k1":
-                return -log_ratio
-            case "k2":
-                return 0.5 * log_ratio.square()
-            case _:
-                limited = log_ratio.clamp(max=LOG_RATIO_LIMIT)
-                return torch.expm1(limited) - limited
+        """k, nats, of q = log pi_reference - log pi; same shape."""
+        return estimate_kl(self.options.kl_estimator, log_ratio)
+
+
+class BoundedPolicyGradient(PolicyGradient):
+    """A policy gradient whose ratio is also bounded where the advantage is negative."""
+
+    def surrogate(self, ratio: Tensor, advantage: Tensor, tokens: TokenRecord) -> Tensor:
+        """l(rho, A), at most ratio_max |A| where A < 0, [t]."""
+        assert isinstance(self.options, BoundedOptions)
+        loss = super().surrogate(ratio, advantage, tokens)
+        bounded = torch.minimum(loss, -advantage * self.options.ratio_max)
+        return torch.where(advantage < 0.0, bounded, loss)
+
+    def is_clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """The tokens whose gradient is clipped to 0, bool [t]."""
+        assert isinstance(self.options, BoundedOptions)
+        is_bounded = (advantage < 0.0) & (ratio > self.options.ratio_max)
+        return super().is_clipped(ratio, advantage) | is_bounded
+
+
+def estimate_kl(estimator: Literal["k1", "k2", "k3"] | None, log_ratio: Tensor) -> Tensor:
+    """The estimate of a token's KL divergence; None: k3. Only k3 has an exponential.
+
+    Args:
+        estimator: see `PolicyGradientOptions.kl_estimator`.
+        log_ratio: q = log pi_reference - log pi, nats, of any shape.
+
+    Returns:
+        nats, of the same shape.
+    """
+    match estimator:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case _:
+            limited = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+            return torch.expm1(limited) - limited
 
 
 def leave_one_out(rewards: Tensor, table: SampleTable) -> Tensor:

@@ -27,11 +27,11 @@ def passes(o: Options, index: int) -> Metrics:
         needs_frozen = o["reference"] == "frozen"
     else:
         needs_start = o["name"] != "sft"
-        needs_frozen = o.get("kl_coef", 0.0) > 0 or o["name"] == "distill"
+        needs_frozen = o.get("kl_coef", 0.0) > 0 or o["name"] in ("distill", "vimpo")
 
-    # The first update's own forward gives the log-probs of the step's start, unless its rewards
-    # need them before.
-    is_due = index > 0 or o.get("kl_in") == "reward"
+    # The first update's own forward gives the log-probs of the step's start, unless its rewards or
+    # advantages need them before.
+    is_due = index > 0 or o.get("kl_in") == "reward" or o["name"] == "vimpo"
     return {
         "passes/step_start": (float(needs_start and is_due), 1.0),
         "passes/reference": (float(needs_frozen), 1.0),
@@ -44,7 +44,7 @@ def skips_zero_gradient(o: Options) -> bool:
     """
     if o["name"] == "pacs":
         return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
-    if o["name"] in ("sft", "distill", "steer") or o.get("importance_level") == "sequence":
+    if o["name"] in ("sft", "distill", "steer", "vimpo") or o.get("importance_level") == "sequence":
         return False
     # The KL and the entropy of the loss need every trained sample, also one without advantage. All
     # samples that W-REINFORCE trains have one.

@@ -22,6 +22,7 @@ from pacs_megatron.workbench.certify.formulas import (
     Metrics,
     PerSample,
     estimates,
+    implicit_advantages,
     value_loss,
 )
 from pacs_megatron.workbench.certify.reference_adam import Adam
@@ -258,6 +259,7 @@ class Reference:
         own = self.update_logprobs(step, rows)
         batch = self._minibatch(step, rows, own, starts, frozen)
         self._estimate(step, 0, batch)
+        self._estimate_implicit(step, 0, batch, {})
         loss, _ = OBJECTIVES[self.options["name"]](batch)
         torch.autograd.backward(loss)
         return self.adam.norm()
@@ -272,6 +274,21 @@ class Reference:
         if index == 0:
             self.start_values = self._values(self.critic, step, step.rows)
             self.advantages, self.returns = estimates(batch.step, self.start_values)
+        batch.advantages = [self.advantages[row] for row in batch.rows]
+
+    def _estimate_implicit(
+        self, step: Step, index: int, batch: Batch, product: dict[str, Tensor]
+    ) -> None:
+        """Sets the mini-batch's advantages of VIMPO; for a step's first update those of all
+        samples, at the log-probs that the product recorded in all updates of the step.
+        """
+        if self.options["name"] != "vimpo" or batch.step is None:
+            return
+        if index == 0:
+            ids = [step.ids[row] for row in step.rows]
+            starts = _recorded(product, "start", ids, batch.step.start_logprobs)
+            frozen = _recorded(product, "reference", ids, batch.step.frozen_logprobs)
+            self.advantages = implicit_advantages(self.options, starts, frozen)
         batch.advantages = [self.advantages[row] for row in batch.rows]
 
     def _values(self, critic: Model, step: Step, rows: Iterable[int]) -> PerSample:
@@ -371,6 +388,10 @@ class Reference:
         batch.start_logprobs = _recorded(product, "start", ids, batch.start_logprobs)
         batch.frozen_logprobs = _recorded(product, "reference", ids, batch.frozen_logprobs)
         self._estimate(step, index, batch)
+        of_step = dict(product)
+        for later in range(number + 1, number + len(self.minibatches(step)) - index):
+            of_step |= self._product_arrays(later)
+        self._estimate_implicit(step, index, batch, of_step)
         return batch, arrays
 
     def _product_arrays(self, number: int) -> dict[str, Tensor]:

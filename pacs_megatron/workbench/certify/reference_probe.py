@@ -212,6 +212,7 @@ def by_place(probe: Probe, arrays: Mapping[str, np.ndarray]) -> dict[str, np.nda
 
 def _batch(options: Mapping[str, Any], probe: Probe) -> Batch:
     groups = [np.flatnonzero(probe.groups == group).tolist() for group in np.unique(probe.groups)]
+    has_estimates = options["name"] in ("ppo", "vimpo")
     return Batch(
         options=options,
         groups=groups,
@@ -223,7 +224,7 @@ def _batch(options: Mapping[str, Any], probe: Probe) -> Batch:
         sampler_logprobs=probe.split(probe.samplers),
         entropies=_leaves(probe.split(probe.entropies)),
         rows=list(range(len(probe.lens))),
-        advantages=probe.split(probe.advantages) if options["name"] == "ppo" else None,
+        advantages=probe.split(probe.advantages) if has_estimates else None,
     )
 
 

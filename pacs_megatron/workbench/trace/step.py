@@ -175,6 +175,11 @@ class TracedRank:
                 "critic: values", functools.partial(self._estimates, self.critic, minibatch)
             )
 
+        elif objective.has_estimates:
+            from pacs_megatron.policy.estimates import with_estimates
+
+            facts, [minibatch] = with_estimates(self.policy, facts, [minibatch], objective)
+
         step_inputs = objective.prepare_step(facts)
         for _ in range(self.request.updates):
             self._phase("update", lambda: self.policy.update(minibatch, objective, step_inputs))
@@ -184,9 +189,13 @@ class TracedRank:
 
     def _estimates(self, critic: Critic, minibatch: MiniBatch) -> tuple[SampleFacts, MiniBatch]:
         """The facts and the mini-batch with the critic's values and advantages."""
+        from pacs_megatron.policy.estimates import with_estimates
+
         values = critic.logprobs(minibatch, "value")
         with_values = replace(minibatch, estimates={"value": values})
-        facts, minibatches = critic.with_estimates(minibatch.facts, [with_values], self.objective)
+        facts, minibatches = with_estimates(
+            self.policy, minibatch.facts, [with_values], self.objective
+        )
         return facts, minibatches[0]
 
     def _update_critic(self, critic: Critic, minibatch: MiniBatch) -> None:

@@ -41,6 +41,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "dgpo": (2, {"name": "dgpo"}),
     "distill": (2, {"name": "distill", "teacher": "teacher", "label_coef": 0.5}),
     "steer": (2, {"name": "steer"}),
+    "vimpo": (2, {"name": "vimpo", "actor_coef": 1.0}),
     "ppo": (2, {"name": "ppo"}),
     "real": (2, {"name": "real"}),
     "real_bce": (2, {"name": "real_bce"}),

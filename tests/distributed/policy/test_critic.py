@@ -322,7 +322,7 @@ def _injected_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _injected_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank whitens with its own sums."""
-    from pacs_megatron.policy.critic import Critic
+    from pacs_megatron.policy.engine import MegatronPolicy
 
     def own_only(_self: Any, facts: Any, minibatches: Any, own: Any) -> Any:
         found = {}
@@ -332,7 +332,7 @@ def _injected_rank_whitening(monkeypatch: pytest.MonkeyPatch) -> None:
         share = len(facts.ids) / max(len(found), 1)
         return np.array([found.get(name, 0.0) for name in facts.ids]) * share
 
-    monkeypatch.setattr(Critic, "_by_sample", own_only)
+    monkeypatch.setattr(MegatronPolicy, "by_sample", own_only)
 
 
 def _injected_shifted_value(monkeypatch: pytest.MonkeyPatch) -> None:

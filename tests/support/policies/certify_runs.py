@@ -349,8 +349,9 @@ def _certified_cases() -> dict[str, dict[str, Any]]:
     """The cases of all objectives but PACS and SFT, with lengths for responses of 100 tokens."""
     lengths = {"overlong_length": 90, "overlong_buffer": 40, "constant_length": 100}
     ppo = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    vimpo = {"name": "vimpo", "beta": 0.1, "actor_coef": 0.5, "lam": 0.9}
     cases = {}
-    for case, options in (OBJECTIVE_CASES | {"ppo": ppo}).items():
+    for case, options in (OBJECTIVE_CASES | {"ppo": ppo, "vimpo": vimpo}).items():
         used = {key: value for key, value in lengths.items() if key in options}
         cases[case] = options | used
     return cases
@@ -399,6 +400,7 @@ EXAMPLES: dict[str, list[str]] = {
     "maxrl": [],
     "dgpo": ["parallel.tp=1", "parallel.cp=2"],
     "steer": [],
+    "vimpo": ["parallel.tp=1", "parallel.pp=2"],
     "distill": [],
     "psr": [],
     "nsr": [],

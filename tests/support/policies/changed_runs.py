@@ -321,6 +321,14 @@ CHANGED: dict[str, Changed] = {
         before={"objective": {"name": "distill", "teacher": "teacher", "label_coef": 0.5}},
         later={"objective": {"label_coef": 2.0}},
     ),
+    "steer": Changed(
+        before={"objective": {"name": "steer"}},
+        later={"objective": {"weight_min": 0.5, "ratio_max": 1.01}},
+    ),
+    "vimpo, between steps": Changed(
+        before=ONE_UPDATE | {"objective": {"name": "vimpo", "beta": 0.1, "actor_coef": 0.5}},
+        later={"objective": {"beta": 0.02, "actor_coef": 2.0, "lam": 0.9, "value_kl": "k2"}},
+    ),
     "ppo": Changed(
         before=DECAYED
         | {

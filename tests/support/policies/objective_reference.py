@@ -253,6 +253,15 @@ _OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "maxrl": _POLICY_GRADIENT,
     "dgpo": _POLICY_GRADIENT | {"difficulty_temperature": 2.0},
     "steer": _POLICY_GRADIENT | {"clip_high": 0.28, "weight_min": 0.8, "ratio_max": 10.0},
+    "vimpo": _POLICY_GRADIENT
+    | {
+        "clip_high": 0.28,
+        "ratio_max": 10.0,
+        "beta": 5e-4,
+        "actor_coef": 5e-3,
+        "lam": 1.0,
+        "value_kl": "k3",
+    },
     "distill": _POLICY_GRADIENT | {"label_coef": 0.0},
     "ppo": _POLICY_GRADIENT | {"gamma": 1.0, "lam": 1.0, "value_clip": 0.5, "value_coef": 0.5},
     "real": {"tau": 0.5},

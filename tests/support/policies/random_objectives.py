@@ -135,6 +135,17 @@ def _steer(draw: Draw) -> dict[str, Any]:
     return _grpo(draw) | bounds
 
 
+def _vimpo(draw: Draw) -> dict[str, Any]:
+    options = _distill(draw)
+    del options["teacher"], options["label_coef"]
+    return options | {
+        "beta": draw.choice([5e-4, 0.1]),
+        "actor_coef": draw.choice([0.0, 0.005, 1.0]),
+        "value_kl": draw.choice(["k2", "k3"]),
+        "ratio_max": draw.choice([1.01, 10.0]),
+    }
+
+
 def _ppo(draw: Draw) -> dict[str, Any]:
     options = _grpo(draw)
     if options.get("kl_in") == "reward":
@@ -167,6 +178,7 @@ _OF_OBJECTIVE: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "dgpo": _dgpo,
     "distill": _distill,
     "steer": _steer,
+    "vimpo": _vimpo,
     "ppo": _ppo,
     "real": _real,
     "real_bce": _real,

@@ -30,7 +30,7 @@ from tests.support.policies.objective_reference import (
 
 METRICS = set(
     re.findall(
-        r"`(?:grpo|pacs|steer)/([^`]+)`",
+        r"`(?:grpo|pacs|steer|vimpo)/([^`]+)`",
         (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8"),
     )
 )
@@ -147,6 +147,7 @@ def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
         "pacs",
         "sft",
         "ppo",
+        "vimpo",
     } == set(REGISTRY)
 
 
@@ -399,6 +400,11 @@ def test_real_divides_a_class_with_huge_scores_among_its_samples() -> None:
         ({"name": "dgpo", "difficulty_temperature": 0}, "greater than 0"),
         ({"name": "distill"}, "Field required"),
         ({"name": "steer", "weight_min": 1.0}, "less than 1"),
+        ({"name": "vimpo", "value_kl": "k1"}, "Input should be 'k2' or 'k3'"),
+        (
+            {"name": "vimpo", "kl_coef": 0.1},
+            "objective.kl_coef=0.1 does not go with objective.name=vimpo",
+        ),
         ({"name": "steer", "ratio_max": 1.0}, "greater than 1"),
         (
             {"name": "distill", "teacher": "t", "kl_coef": 0.1},

@@ -19,6 +19,7 @@ from pacs_megatron.workbench.certify.formulas.policy_gradient import (
 )
 from pacs_megatron.workbench.certify.formulas.real import real, real_bce
 from pacs_megatron.workbench.certify.formulas.sft import sft
+from pacs_megatron.workbench.certify.formulas.vimpo import implicit_advantages, vimpo
 
 __all__ = [
     "OBJECTIVES",
@@ -28,6 +29,7 @@ __all__ = [
     "PerSample",
     "estimates",
     "gae",
+    "implicit_advantages",
     "policy_gradient",
     "token_advantages",
     "value_loss",
@@ -51,6 +53,7 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
     "steer": policy_gradient,
     "reinforce_pp": policy_gradient,
     "ppo": policy_gradient,
+    "vimpo": vimpo,
     "real": real,
     "real_bce": real_bce,
     "sft": sft,

@@ -233,10 +233,12 @@ def token_terms(batch: Batch, row: int, advantage: Tensor, weight: Tensor) -> To
         loss, is_clipped = cispo_loss(rho, advantage, batch.logprobs[row], high)
     else:
         loss, is_clipped = clipped_loss(rho, advantage, 1 - o["clip_low"], high)
-    if o["name"] == "steer":
+    if "ratio_max" in o:
         is_bounded = (advantage < 0) & (rho > o["ratio_max"])
         loss = weight * torch.where(is_bounded, -advantage * o["ratio_max"], loss)
         is_clipped = is_clipped | is_bounded
+    if o["name"] == "vimpo":
+        loss = o["actor_coef"] * loss
 
     importance, is_cut = importance_weight(batch, row)
     loss = importance * loss
@@ -379,6 +381,7 @@ def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -
     """
     o = batch.options
     has_teacher = o["name"] == "distill"
+    has_gradient = o["name"] in ("distill", "vimpo")
     sizes = torch.stack([advantage.abs().mean() for advantage in advantages])
     if has_teacher:
         sizes = sample_advantages(batch).abs()
@@ -393,7 +396,7 @@ def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -
     if o["kl_coef"] > 0:
         values["kl"] = of_tokens([one.kl for one in trained])
     if o["importance"] != "none":
-        corrected = [one for row, one in terms.items() if has_teacher or sizes[row] != 0]
+        corrected = [one for row, one in terms.items() if has_gradient or sizes[row] != 0]
         values["importance_mean"] = of_tokens([one.importance for one in corrected])
         values["importance_cut_frac"] = of_tokens([one.is_cut for one in corrected])
     if has_teacher:

@@ -20,6 +20,7 @@ GRPO = {
 }
 PPO = {"objective": {"name": "ppo"}}
 STEER = {"objective": {"name": "steer"}}
+VIMPO = {"objective": {"name": "vimpo", "beta": 0.1, "actor_coef": 0.5}}
 DISTILL = {"objective": {"name": "distill", "teacher": "teacher", "label_coef": 0.5}}
 DECAY = {
     "optimizer": {"weight_decay": 0.1, "schedule": "linear", "min_lr": 1e-7, "warmup_updates": 2}

@@ -14,6 +14,7 @@ from tests.support.policies.injected_errors.injection import (
     OBJECTIVES,
     POLICY,
     STEER,
+    VIMPO,
     InjectedError,
 )
 
@@ -134,6 +135,14 @@ def _of_first_samples(
 def _without_entropy(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
     without = replace(tokens, entropy=torch.zeros_like(tokens.entropy))
     return original(self, without, prepared)
+
+
+def _log_ratio_alone(_original: Any, self: Any, log_ratio: Any) -> Any:
+    return self.options.beta * log_ratio
+
+
+def _without_baseline(original: Any, self: Any, facts: Any, step_inputs: Any) -> Any:
+    return original(self, facts, step_inputs) | {"target": torch.from_numpy(facts.rewards)}
 
 
 def _half(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
@@ -267,6 +276,16 @@ OBJECTIVE_ERRORS: dict[str, InjectedError] = {
         target=f"{OBJECTIVES}.steer.Steer.token_factor",
         change=_without_entropy,
         changes=STEER,
+    ),
+    "VIMPO's value without its KL": InjectedError(
+        target=f"{OBJECTIVES}.vimpo.Vimpo._value",
+        change=_log_ratio_alone,
+        changes=VIMPO,
+    ),
+    "VIMPO's value against the reward of its response alone": InjectedError(
+        target=f"{OBJECTIVES}.vimpo.Vimpo.known",
+        change=_without_baseline,
+        changes=VIMPO,
     ),
     "the critic's loss has half of its factor": InjectedError(
         target=f"{OBJECTIVES}.ppo.ValueLoss.token_loss",
