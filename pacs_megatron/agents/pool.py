@@ -367,6 +367,9 @@ class AgentPool(Closing):
             arguments=arguments,
             failure=result.failure,
             seconds=time.monotonic() - since,
+            turn=opened.trajectory.turns,
+            timed_out=result.timed_out,
+            cut=result.cut,
         )
         opened.trajectory.calls.append(call)
         if result.failure is None:

@@ -33,6 +33,10 @@ class CallResult(NamedTuple):
 
     text: str | None
     failure: str | None
+    timed_out: bool = False
+    """whether a limit of time ended the call"""
+    cut: bool = False
+    """whether the text was longer than `call_chars`"""
 
 
 class _Call(NamedTuple):
@@ -148,8 +152,9 @@ class _ToolWorker(WorkerProcess):
         reply = self._exchange({"tool": tool, "arguments": arguments}, limit_s)
         text = reply.get("text")
         if isinstance(text, str):
-            return CallResult(text, None)
-        return CallResult(None, str(reply.get("failure", "no result")))
+            return CallResult(text, None, cut=bool(reply.get("cut")))
+        failure = str(reply.get("failure", "no result"))
+        return CallResult(None, failure, timed_out=bool(reply.get("timed_out")))
 
     def _exchange(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """The reply, or `failure` with the reason why there is none."""
@@ -158,7 +163,8 @@ class _ToolWorker(WorkerProcess):
             reply = self.exchange(line, limit_s, "result")
         except (TimeoutError, MemoryError) as error:
             self.kill()
-            return {"failure": f"{error}; it was killed"}
+            timed_out = isinstance(error, TimeoutError)
+            return {"failure": f"{error}; it was killed", "timed_out": timed_out}
         except OSError:
             reply = b""
         if not reply.endswith(b"\n"):

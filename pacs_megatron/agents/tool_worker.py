@@ -40,8 +40,14 @@ except BaseException as error:
     print(traceback.format_exception_only(error)[-1], end="")
 """
 """Runs `_CODE` in the sandbox and prints its error, so that the policy can read it"""
+_TIME_LIMIT = "time limit"
+"""Reason of the sandbox"""
 _GRACE_S = 1.0
 """Part of a call's time that the sandbox itself may need"""
+
+
+class _TimeLimitError(ToolError):
+    """The sandbox ended a program at its limit of time."""
 
 
 def main() -> None:
@@ -96,21 +102,23 @@ def _run_python(options: PythonTool, seconds: float, code: str) -> str:
     program = sandbox.Program(f"_CODE = {code!r}\n{_WITH_ERROR}", [""], None)
     [result] = sandbox.run_tests(program, limits, options.sandbox)
     if "output" not in result:
-        raise ToolError(str(result.get("error")))
+        kind = _TimeLimitError if result.get("error") == _TIME_LIMIT else ToolError
+        raise kind(str(result.get("error")))
     return str(result["output"])
 
 
-def run_call(tool: Tool, arguments: Mapping[str, Any], chars: int) -> dict[str, str]:
+def run_call(tool: Tool, arguments: Mapping[str, Any], chars: int) -> dict[str, Any]:
     """The text of a call, cut after `chars` characters, or why it failed."""
     try:
         text = _result(tool, arguments)
     except PacsError as error:
-        return {"failure": str(error)}
+        return {"failure": str(error), "timed_out": isinstance(error, _TimeLimitError)}
     except BaseException as error:  # noqa: BLE001  a plug-in may raise anything: only this call fails
         return {"failure": f"it raised {describe(error)}"}
     text = text.encode(errors="replace").decode()  # a lone surrogate has no tokens
     if len(text) > chars:
         text = f"{text[:chars]}\n[{len(text) - chars} more characters]"
+        return {"text": text, "cut": True}
     return {"text": text}
 
 

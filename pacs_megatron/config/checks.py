@@ -33,17 +33,7 @@ def find_problems(config: RunConfig) -> list[str]:
 
 def layout_problems(config: RunConfig, world_size: int) -> list[str]:
     """Problems of the layout on `world_size` ranks."""
-    return [*_training_problems(config), *_rank_problems(config, world_size)]
-
-
-def _training_problems(config: RunConfig) -> Iterator[str]:
-    """Options that only `pacs-megatron eval` can use."""
-    embedded = config.rollout.embedded
-    if embedded is not None and embedded.agent is not None:
-        yield (
-            "rollout.agent is set, but in this version a run trains responses of one turn; remove "
-            "it, or use this file with `pacs-megatron eval`"
-        )
+    return list(_rank_problems(config, world_size))
 
 
 def max_sequence_tokens(config: RunConfig) -> int:

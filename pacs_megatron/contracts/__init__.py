@@ -2,10 +2,11 @@
 Megatron.
 """
 
+from pacs_megatron.contracts.conversation import Turn
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.contracts.objective_data import Prepared, TokenRecord, UpdateReport
 from pacs_megatron.contracts.protocols import RewardFn, WeightReceiver
-from pacs_megatron.contracts.reward_sample import RewardSample, Turn
+from pacs_megatron.contracts.reward_sample import RewardSample
 from pacs_megatron.contracts.samples import (
     Group,
     Judgement,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pacs_megatron.contracts.conversation import Turn
 from pacs_megatron.contracts.samples import Prompt
 
 
@@ -18,15 +19,6 @@ class ExtraColumns(dict[str, Any]):
 
     def __missing__(self, column: str) -> Any:
         raise MissingColumnError(column)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """A part of the conversation after the prompt."""
-
-    role: str
-    """`assistant`: the policy wrote the text."""
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,6 +163,12 @@ class ToolCall:
     """why it has no result"""
     seconds: float
     """from the call to its result, the wait for a free worker included"""
+    turn: int
+    """number of the policy's turns before it"""
+    timed_out: bool = False
+    """whether a limit of time ended it"""
+    cut: bool = False
+    """whether its text was longer than `call_chars`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +216,11 @@ class Sample:
     def response_len(self) -> int:
         """Number of response tokens that the policy wrote."""
         return len(self.token_ids) - self.prompt_len - self.environment_len
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns of the policy; turns without a message between them count as one."""
+        return len(self.environment) + (self.response_len > 0)
 
     @property
     def environment_len(self) -> int:

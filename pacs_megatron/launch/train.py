@@ -198,6 +198,7 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     Raises:
         ConfigError, DataError: one is missing.
     """
+    from pacs_megatron.agents.files import agent_digests
     from pacs_megatron.data.sources import find_source
     from pacs_megatron.observability.writers import check_wandb
     from pacs_megatron.runtime.user_code import find_file
@@ -212,6 +213,9 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     for reward in _rewards(loaded):
         if isinstance(reward, CustomReward):
             find_file(reward.function, "reward.function")
+    embedded = config.rollout.embedded
+    if embedded is not None and embedded.agent is not None:
+        agent_digests(embedded.agent)  # raises for a file that cannot be read
     if config.logging.wandb is not None:
         check_wandb(config.logging.wandb)
 

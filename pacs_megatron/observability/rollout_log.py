@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pacs_megatron.contracts import Prompt, Sample
+from pacs_megatron.contracts import Prompt, Sample, Turn
+from pacs_megatron.contracts.conversation import response_text, turns_of
 from pacs_megatron.observability.metrics import truncate_metrics
 from pacs_megatron.runtime.files import (
     PARTIAL_SUFFIX,
@@ -64,10 +65,9 @@ def write_rollouts(
     def lines() -> Iterator[bytes]:
         # One line at a time: a step of 8,192 long responses is gigabytes of text.
         for sample in ordered:
-            decoded = sample
-            if sample.text is None:
-                decoded = replace(sample, text=decode(sample.response_ids))
-            line = json_line(rollout_record(decoded, prompts[sample.prompt_id]))
+            decoded = replace(sample, text=response_text(sample, decode))
+            turns = turns_of(sample, decode) if sample.environment else []
+            line = json_line(rollout_record(decoded, prompts[sample.prompt_id], turns))
             offsets.append(offsets[-1] + len(line))
             yield line
 
@@ -85,18 +85,24 @@ def _order(sample: Sample) -> tuple[str, int, str]:
     return sample.prompt_id, number, sample.id
 
 
-def rollout_record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+def rollout_record(sample: Sample, prompt: Prompt, turns: Sequence[Turn] = ()) -> dict[str, Any]:
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
-    versions; `extra` only if the data set has further columns, `environment` only if the
-    environment wrote tokens: [start, end) of them in the response.
+    versions; `extra` only if the data set has further columns. Of an agent also `environment`,
+    [start, end) of the tokens in the response that the environment wrote, `turns` and `calls`.
 
-    The sample has its text.
+    Args:
+        sample: with its text.
+        prompt: of the sample.
+        turns: of an agent, the conversation.
     """
     assert sample.text is not None
     extra = {"extra": dict(prompt.extra)} if prompt.extra else {}
-    environment = {}
+    agent: dict[str, Any] = {}
     if sample.environment:
-        environment["environment"] = sample.environment
+        agent["environment"] = sample.environment
+    if sample.environment or sample.calls:
+        agent["turns"] = [asdict(turn) for turn in turns]
+        agent["calls"] = [asdict(call) for call in sample.calls]
     mean = math.nan
     logprobs = sample.policy_logprobs
     if len(logprobs):
@@ -115,7 +121,7 @@ def rollout_record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
         "response_tokens": sample.response_len,
         "sampler_logprob_mean": mean if math.isfinite(mean) else None,
         "spans": [asdict(span) for span in sample.spans],
-        **environment,
+        **agent,
     }
 
 

@@ -4,7 +4,8 @@ batch, a round.
 A round starts when every open trajectory waits for its next turn. So its batch depends on no speed
 of an agent or of a tool, as long as none exceeds its limit of time.
 
-Concurrency: one thread plays the rounds; the pool's callbacks run in the pool's thread.
+Concurrency: one thread begins plays, takes what has happened and delivers turns; the pool's
+callbacks run in the pool's thread.
 """
 
 import threading
@@ -42,6 +43,7 @@ class AgentRounds(Closing):
         encoder: TurnEncoder,
         stops: Sequence[int],
         decode: Callable[[np.ndarray], str],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the pool. Raises ConfigError or AgentError.
 
@@ -50,7 +52,9 @@ class AgentRounds(Closing):
             encoder: of messages.
             stops: tokens that end a turn.
             decode: token ids to text; thread-safe.
+            wake: called in the pool's thread when `take` has something new.
         """
+        self._wake = wake
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._order: dict[str, int] = {}
@@ -58,6 +62,8 @@ class AgentRounds(Closing):
         self._finished: list[Sample] = []
         self._turns: list[SampleRequest] = []
         """turns that the policy has to write"""
+        self._num_left = 0
+        """trajectories of the play that `take` has not returned"""
         self._is_quiet = False
         self._error: PacsError | None = None
         callbacks = Callbacks(
@@ -87,27 +93,38 @@ class AgentRounds(Closing):
         Raises:
             PacsError: the error that ended the pool, or of `sample_turns`.
         """
-        with self._lock:
-            self._order = {request.id: place for place, request in enumerate(requests)}
-        self._pool.start(requests, prompts)
+        self.begin(requests, prompts)
         try:
-            left = len(requests)
-            while left:
+            while not self.is_done:
                 self._woken.wait()
-                finished, turns = self._take()
+                finished, turns = self.take()
                 if turns:
-                    self._pool.deliver(list(sample_turns(turns)))
-                left -= len(finished)
+                    self.deliver(list(sample_turns(turns)))
                 yield from finished
         finally:
-            self._abandon()
+            self.abandon()
 
-    def close(self) -> None:
-        self._pool.close()
+    def begin(self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt]) -> None:
+        """Starts a trajectory for each request; ends those of an earlier play that are open.
 
-    def _take(self) -> tuple[list[Sample], list[SampleRequest]]:
-        """Finished trajectories, and the turns of the next round; no turns while an agent or a tool
-        works. Raises the error that ended the pool.
+        Args:
+            requests: of whole responses; all with the same temperature and filters.
+            prompts: prompt id -> prompt.
+        """
+        self.abandon()
+        with self._lock:
+            self._order = {request.id: place for place, request in enumerate(requests)}
+        self._num_left = len(requests)
+        self._pool.start(requests, prompts)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `take` has returned a sample for each request of the play."""
+        return self._num_left == 0
+
+    def take(self) -> tuple[list[Sample], list[SampleRequest]]:
+        """Finished trajectories, and the turns of the next round, in the order of the requests; no
+        turns while an agent or a tool works. Raises the error that ended the pool.
         """
         with self._lock:
             self._woken.clear()
@@ -115,6 +132,7 @@ class AgentRounds(Closing):
                 raise self._error
             finished = self._finished
             self._finished = []
+            self._num_left -= len(finished)
             if not self._is_quiet:
                 return finished, []
             turns = sorted(self._turns, key=lambda request: self._order[request.id])
@@ -122,15 +140,25 @@ class AgentRounds(Closing):
             self._is_quiet = False
             return finished, turns
 
-    def _abandon(self) -> None:
+    def deliver(self, turns: Sequence[Sample]) -> None:
+        """The policy's turns of a round. Ignores those of abandoned trajectories."""
+        self._pool.deliver(turns)
+
+    def abandon(self) -> None:
+        """Ends the open trajectories of the play."""
         with self._lock:
             open_ids = list(self._order)
             self._order = {}
-        self._pool.cancel(open_ids)
+        self._num_left = 0
+        if open_ids:
+            self._pool.cancel(open_ids)
         with self._lock:
             self._finished = []
             self._turns = []
             self._is_quiet = False
+
+    def close(self) -> None:
+        self._pool.close()
 
     # ----------------------------------------------------------------------------------------------
     # The methods below run in the pool's thread.
@@ -144,7 +172,9 @@ class AgentRounds(Closing):
         with self._lock:
             if self._order.pop(sample.id, None) is not None:
                 self._finished.append(sample)
-                self._woken.set()
+                # Its worker may have died while it waited for a turn.
+                self._turns = [turn for turn in self._turns if turn.id != sample.id]
+                self._notify()
 
     def _changed(self) -> None:
         if not self._pool.is_quiet:
@@ -152,10 +182,14 @@ class AgentRounds(Closing):
         with self._lock:
             if self._turns:
                 self._is_quiet = True
-                self._woken.set()
+                self._notify()
 
     def _failed(self, error: Exception) -> None:
         with self._lock:
             named = error if isinstance(error, PacsError) else AgentError(f"agents: {error!r}")
             self._error = self._error or named
-            self._woken.set()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._woken.set()
+        self._wake()

@@ -27,6 +27,7 @@ from pacs_megatron.rollout.sample_arrays import Message
 from pacs_megatron.rollout.step_rollouts import (
     SentWeights,
     StepRollouts,
+    is_agent_failure,
     rollouts_from_message,
     rollouts_to_message,
 )
@@ -97,7 +98,7 @@ class RolloutBuffer:
             thread.start()
 
     def arrived(self, rollouts: StepRollouts, samples: Iterable[Sample]) -> None:
-        """Adds samples and submits them to the judge.
+        """Adds samples and submits them to the judge, except those whose agent failed.
 
         Raises RolloutError for a sample from weights that were never sent.
         """
@@ -172,6 +173,9 @@ class RolloutBuffer:
         self._wake()
 
     def _submit(self, rollouts: StepRollouts, sample: Sample) -> None:
+        if is_agent_failure(sample):  # there is nothing to judge
+            self._receive(rollouts, sample)
+            return
         assert self._judge is not None
         prompt = rollouts.by_id[sample.prompt_id]
         self._judge.submit(sample, prompt, partial(self._receive, rollouts))

@@ -33,12 +33,14 @@ from pacs_megatron.contracts import Prompt
 from pacs_megatron.data import load_tokenizer, stop_token_ids
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.rollout.agent_rounds import AgentRounds, build_encoder
 from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.run_prompts import RunPrompts
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
+from pacs_megatron.rollout.step_agents import StepAgents
 from pacs_megatron.rollout.step_results import StepResults
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
@@ -95,9 +97,10 @@ class Driver:
         self._buffer = RolloutBuffer(
             self._judge, self._engine, self._data.take, self._wake, self._results.admits
         )
+        self._agents = self._open_agents()
 
     def close(self) -> None:
-        for part in (self._engine, self._judge):
+        for part in (self._agents, self._engine, self._judge):
             if part is not None:
                 part.close()
 
@@ -142,7 +145,9 @@ class Driver:
             self._to_start = steps
             self._start_at = 0.0
         respond = partial(self._results.step, sent=self._buffer.sent)
-        self._request = OpenRequest(number, steps[0], respond, for_ranks, self._refill)
+        self._request = OpenRequest(
+            number, steps[0], respond, for_ranks, self._refill, self._agents
+        )
 
     def evaluate(self, number: int, step: int) -> None:
         """Opens the request for the counts of every benchmark's problems."""
@@ -160,7 +165,7 @@ class Driver:
             self._buffer.start(rollouts, urgent=True)
         for_ranks = [rollouts] if self._engine is None else []
         respond = partial(self._results.evaluation, benchmarks=self._benchmarks)
-        self._request = OpenRequest(number, rollouts, respond, for_ranks)
+        self._request = OpenRequest(number, rollouts, respond, for_ranks, agents=self._agents)
 
     def state(self, trained: int, *, final: bool) -> Message:
         """The position in the data and the rollouts of later steps, for a checkpoint after
@@ -276,6 +281,17 @@ class Driver:
             stops=self._stops,
         )
 
+    def _open_agents(self) -> StepAgents | None:
+        """The agents of the embedded engine; None if a response is one turn."""
+        embedded = self._config.rollout.embedded
+        if embedded is None or embedded.agent is None:
+            return None
+        encoder = build_encoder(
+            embedded.agent, self._config.data, self._tokenizer, self._prompts.now
+        )
+        rounds = AgentRounds(embedded.agent, encoder, self._stops, self._decode, self._wake)
+        return StepAgents(rounds, self._buffer.arrived)
+
     def _dispatch(self, step: int) -> list[StepRollouts]:
         """Dispatches `step` and the later steps that may be sampled with the same weights; returns
         their rollouts.
@@ -324,6 +340,8 @@ class Driver:
         """
         request = self._request
         self._request = None
+        if self._agents is not None:
+            self._agents.abandon()
         if self._engine is not None and request is not None and not request.rollouts.is_train:
             self._engine.cancel([missing.id for missing in request.rollouts.missing])
 
@@ -351,7 +369,10 @@ class Driver:
                 if self._request is not None and self._request.number == number:
                     rollouts = self._request.take_in_ranks()
                     samples = samples_from_message(request, arrays)
-                    self._send(number, lambda: self._buffer.arrived(rollouts, samples))
+                    if self._agents is not None:
+                        self._agents.deliver(samples)
+                    else:
+                        self._send(number, lambda: self._buffer.arrived(rollouts, samples))
             case "rollout":
                 self._send(number, lambda: self.rollout(number, request["step"]))
             case "evaluate":

@@ -2,7 +2,7 @@
 the label of a sample.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.config.schema import Truncated
 from pacs_megatron.contracts import Prompt, Sample, Stop
-from pacs_megatron.contracts.reward_sample import Turn
+from pacs_megatron.contracts.conversation import response_text
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
@@ -47,9 +47,7 @@ class Judge(Closing):
 
         Raises RewardError if the pool has ended.
         """
-        text = sample.text
-        if text is None:
-            text = self._decode(sample.response_ids)
+        text = response_text(sample, self._decode)
         decoded = replace(sample, text=text)
 
         def deliver(verdict: Verdict | RewardError) -> None:
@@ -88,28 +86,6 @@ class Judge(Closing):
             judge_truncated=self._truncated == "judge",
             details=verdict.details,
         )
-
-
-def turns_of(sample: Sample, decode: Callable[[np.ndarray], str]) -> list[Turn]:
-    """The conversation after the prompt: turns of the policy (role `assistant`), and what the
-    environment wrote between them, markers included (role `environment`).
-    """
-    turns = []
-    start = 0
-    length = len(sample.response_ids)
-    for first, end in [*sample.environment, (length, length)]:
-        turns.append(Turn(role="assistant", text=decode(sample.response_ids[start:first])))
-        if end > first:
-            turns.append(Turn(role="environment", text=decode(sample.response_ids[first:end])))
-        start = end
-    return turns
-
-
-def policy_text(turns: Sequence[Turn]) -> str:
-    """The response as a verifier reads it: the policy's turns, a line each, so that no tool can
-    write an answer.
-    """
-    return "\n".join(turn.text for turn in turns if turn.role == "assistant")
 
 
 def label_sample(

@@ -1,6 +1,8 @@
 """A state machine for the request that rank 0 waits for.
 
     SAMPLE --`generate` is sent--> IN_RANKS --the ranks' samples arrive--> SAMPLE, for the next step
+    SAMPLE --with agents: a round of turns is sent--> IN_RANKS --the turns arrive--> SAMPLE, for the
+    next round, and after the last trajectory for the next step
     SAMPLE --the ranks have nothing left to sample--> WAIT
     WAIT --every sample is judged, `refill` adds prompts--> SAMPLE
     WAIT --every sample is judged--> closed, with the response
@@ -12,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pacs_megatron.rollout.sample_arrays import Message, requests_to_message
+from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, turns_to_message
+from pacs_megatron.rollout.step_agents import StepAgents
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 
 PROGRESS_INTERVAL_S = 1.0
@@ -28,6 +31,7 @@ class OpenRequest:
         respond: Callable[[StepRollouts], Message],
         for_ranks: Sequence[StepRollouts] = (),
         refill: Callable[[StepRollouts], Sequence[StepRollouts] | None] = lambda _rollouts: None,
+        agents: StepAgents | None = None,
     ) -> None:
         """Sends nothing; `advance` returns the messages.
 
@@ -38,12 +42,16 @@ class OpenRequest:
             for_ranks: what the ranks sample before.
             refill: may add prompts to the judged rollouts; returns the rollouts that the ranks
                 sample next, or None.
+            agents: run trajectories, whose turns the ranks sample; None: a response is one turn.
         """
         self.number = number
         self.rollouts = rollouts
         self.is_closed = False
         self._respond = respond
         self._refill = refill
+        self._agents = agents
+        self._playing: StepRollouts | None = None
+        """the rollouts whose trajectories are open"""
         self._for_ranks = deque(for_ranks)
         self._in_ranks: StepRollouts | None = None
         self._reported = (0, 0, False)
@@ -53,6 +61,8 @@ class OpenRequest:
         """The next message to rank 0, or None. Raises the error of the rollouts."""
         if self._in_ranks is not None:
             return None
+        if self._agents is not None and (self._playing or self._for_ranks):
+            return self._next_turns(self._agents)
         if self._for_ranks:
             self._in_ranks = self._for_ranks.popleft()
             header, arrays = requests_to_message(self._in_ranks.prompts, self._in_ranks.missing)
@@ -66,6 +76,22 @@ class OpenRequest:
             return self.advance()
         self.is_closed = True
         return self._respond(self.rollouts)
+
+    def _next_turns(self, agents: StepAgents) -> Message | None:
+        """The turns of the next round; after the last trajectory continues with the next step."""
+        if self._playing is None:
+            self._playing = self._for_ranks.popleft()
+            agents.begin(self._playing)
+        turns = agents.advance()
+        if turns is None:
+            self._playing = None
+            return self.advance()
+        if not turns:
+            return self._progress()
+
+        self._in_ranks = self._playing
+        header, arrays = turns_to_message(turns)
+        return {"kind": "generate", "step": self._playing.step, **header}, arrays
 
     def take_in_ranks(self) -> StepRollouts:
         """The rollouts that the ranks have sampled; `advance` continues after it."""

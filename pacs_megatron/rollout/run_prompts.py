@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from pacs_megatron.agents.files import agent_digests
+from pacs_megatron.config.agent_options import AgentOptions
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.data import PromptSet, load_prompts
 from pacs_megatron.data.notices import check_dropped, notices, train_notices
@@ -28,7 +30,10 @@ from pacs_megatron.runtime.run_folder import PROMPTS_FILE
 
 _WORKER_OPTIONS = {"workers", "timeout_s", "memory_limit_gib", "max_failure_frac"}
 """Options of a reward that change no verdict"""
+_AGENT_WORKER_OPTIONS = {"workers", "tool_workers", "memory_limit_gib"}
+"""Options of an agent that change no trajectory within the limits"""
 _REWARD = "reward"
+_AGENT = "agent"
 _BENCHMARKS = "benchmarks"
 
 
@@ -50,6 +55,8 @@ class RunPrompts:
             DataError: the data or `prompts.json` is malformed, or too many rows are dropped.
         """
         now = first_time(run_dir)
+        self.now = now
+        """the time that the chat template prints"""
         self.train = TrainData(config, model_dir, tokenizer, now)
         max_context = load_spec(model_dir).max_context
         self.benchmarks = load_benchmarks(config, max_context, tokenizer, now)
@@ -69,6 +76,9 @@ class RunPrompts:
             _REWARD: reward_digest(config),
             _BENCHMARKS: {each.name: digest_of(each.prompts) for each in self.benchmarks},
         }
+        embedded = config.rollout.embedded
+        if embedded is not None and embedded.agent is not None:
+            self._digests[_AGENT] = _agent_digest(embedded.agent)
 
     def position(self) -> dict[str, Any]:
         """The position in the data and the digests, for a checkpoint."""
@@ -89,6 +99,11 @@ class RunPrompts:
                 "the reward changed since the checkpoint (its options, or the file of "
                 "reward.function or a module beside it): rewards and labels before and after it "
                 "differ; samples of steps that are not trained yet are judged again"
+            )
+        if saved.get(_AGENT, self._digests.get(_AGENT)) != self._digests.get(_AGENT):
+            lines.append(
+                "the agent changed since the checkpoint (its options, its file, a module beside "
+                "it, or a tool): trajectories before and after it differ"
             )
         before = saved.get(_BENCHMARKS, {})
         for name, digest in self._digests[_BENCHMARKS].items():
@@ -145,3 +160,9 @@ def reward_digest(config: RunConfig) -> str | None:
     rule = config.reward.model_dump(mode="json", exclude=_WORKER_OPTIONS)
     record = {"rule": rule, "files": file_digests(config.reward)}
     return xxhash.xxh3_128_hexdigest(json_line(record))
+
+
+def _agent_digest(options: AgentOptions) -> str:
+    """Digest of every option that changes a trajectory, and of the code of agent and tools."""
+    rule = options.model_dump(mode="json", exclude=_AGENT_WORKER_OPTIONS)
+    return xxhash.xxh3_128_hexdigest(json_line({"rule": rule, "files": agent_digests(options)}))

@@ -10,7 +10,7 @@ sample's seed follows from its id and the run's seed (`requests`).
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pacs_megatron.contracts import (
     SamplingOptions,
     Span,
     Stop,
+    ToolCall,
 )
 from pacs_megatron.runtime.files import write_atomically
 
@@ -57,15 +58,39 @@ def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequ
     return header, {"token_ids": token_ids, "offsets": offsets}
 
 
+def turns_to_message(turns: Sequence[SampleRequest]) -> Message:
+    """The message of turns of agents: each request has its own tokens, limit and stop strings.
+
+    Args:
+        turns: at least one; temperature and filters are equal.
+
+    Returns:
+        Same as `requests_to_message`, with a prompt for each request. The header has also
+        `max_tokens` and `stop` by request.
+    """
+    token_ids, offsets = flat([turn.token_ids for turn in turns], np.int32)
+    header = {
+        "ids": [turn.id for turn in turns],
+        "prompts": list(range(len(turns))),
+        "seeds": [turn.seed for turn in turns],
+        "prompt_ids": [turn.prompt_id for turn in turns],
+        "params": turns[0].params.model_dump(mode="json"),
+        "max_tokens": [turn.params.max_response_tokens for turn in turns],
+        "stop": [turn.params.stop for turn in turns],
+    }
+    return header, {"token_ids": token_ids, "offsets": offsets}
+
+
 def requests_from_message(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> list[SampleRequest]:
-    """Inverse of `requests_to_message`; requests of one prompt share its token array."""
+    """Inverse of `requests_to_message` and `turns_to_message`; requests of one prompt share its
+    token array.
+    """
     prompts = _split(arrays["token_ids"], arrays["offsets"])
-    params = SamplingOptions.model_validate(header["params"])
     requests = []
-    for sample_id, number, seed in zip(
-        header["ids"], header["prompts"], header["seeds"], strict=True
+    for sample_id, number, seed, params in zip(
+        header["ids"], header["prompts"], header["seeds"], _params(header), strict=True
     ):
         request = SampleRequest(
             id=sample_id,
@@ -78,12 +103,23 @@ def requests_from_message(
     return requests
 
 
+def _params(header: Mapping[str, Any]) -> list[SamplingOptions]:
+    """The sampling parameters of each request of a message."""
+    shared = SamplingOptions.model_validate(header["params"])
+    if "max_tokens" not in header:
+        return [shared] * len(header["ids"])
+    return [
+        shared.model_copy(update={"max_response_tokens": max_tokens, "stop": tuple(stop)})
+        for max_tokens, stop in zip(header["max_tokens"], header["stop"], strict=True)
+    ]
+
+
 def samples_to_message(samples: Sequence[Sample]) -> Message:
     """The message of samples, without rewards and labels.
 
     Returns:
         Header: `ids`, `prompt_ids`, `prompt_lens`, `stops`, `spans` (weight versions), by
-        sample; `environment`, its tokens, if it wrote any.
+        sample; `environment`, its tokens, if it wrote any; `calls` of tools, if there are any.
         Arrays, sample after sample, each with its offsets [samples + 1]: `token_ids`, int32;
         `logprobs`, float32; `routes`, int16, if a sample has the sampler's experts.
     """
@@ -96,6 +132,8 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
     }
     if any(sample.environment for sample in samples):
         header["environment"] = [sample.environment for sample in samples]
+    if any(sample.calls for sample in samples):
+        header["calls"] = [[asdict(call) for call in sample.calls] for sample in samples]
 
     arrays: dict[str, np.ndarray] = {}
     token_ids = [sample.token_ids for sample in samples]
@@ -119,6 +157,7 @@ def samples_from_message(
     logprobs = _split(arrays["logprobs"], arrays["logprob_offsets"])
     # Without it, all samples have one turn.
     environments = header.get("environment", [()] * len(tokens))
+    calls = header.get("calls", [()] * len(tokens))
     routes = [np.empty(0)] * len(header["ids"])
     if "routes" in arrays:
         routes = _split(arrays["routes"], arrays["route_offsets"])
@@ -145,6 +184,7 @@ def samples_from_message(
             ),
             stop=Stop(stop),
             environment=tuple((start, end) for start, end in environments[k]),
+            calls=tuple(ToolCall(**call) for call in calls[k]),
             routes=routes[k] if len(routes[k]) else None,
         )
         samples.append(sample)
@@ -197,15 +237,16 @@ def _check_environment(header: Mapping[str, Any], arrays: Mapping[str, np.ndarra
 
 
 def write_record(path: Path, samples: Sequence[Sample]) -> None:
-    """Writes a record of samples without verdicts, in the given order.
+    """Writes a record of samples without verdicts and without calls of tools, in the given order.
 
-    Equal samples give equal bytes.
+    Equal samples give equal bytes (a call has its seconds).
 
     Args:
         path: with the suffix `.safetensors`.
         samples: of one step.
     """
     header, arrays = samples_to_message(samples)
+    header.pop("calls", None)
     content = save(arrays, metadata={"samples": json.dumps(header)})
     write_atomically(path, [content])
 

@@ -21,6 +21,7 @@ from pacs_megatron.data.prompts import PromptSet
 from pacs_megatron.data.repeats import num_repeated
 from pacs_megatron.observability.rollout_log import RECORD_SUFFIX, rollout_path, write_rollouts
 from pacs_megatron.rollout.admission import Admitted, admit, shuffle_labels
+from pacs_megatron.rollout.agent_metrics import agent_metrics
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.passk import count_problem
 from pacs_megatron.rollout.run_prompts import RunPrompts
@@ -101,6 +102,9 @@ class StepResults:
         facts, tokens = tabulate(groups, routing=config.policy.routing)
         arrays = facts_to_arrays(facts) | tokens_to_arrays(tokens)
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
+        embedded = config.rollout.embedded
+        if embedded is not None and embedded.agent is not None:
+            metrics |= agent_metrics(judged, embedded.agent.tools)
         if self._data.repeats_problems:
             metrics["data/repeated_problems"] = float(num_repeated(rollouts.prompts))
         if config.admission.refill_rounds:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest, Stop
+from pacs_megatron.contracts.samples import AGENT_FAILURE
 from pacs_megatron.errors import CheckpointError, PacsError, RolloutError
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message, samples_to_message
 
@@ -133,6 +134,11 @@ class StepRollouts:
         return in_flight
 
 
+def is_agent_failure(sample: Sample) -> bool:
+    """Whether an agent failed, so that there is no response to judge."""
+    return sample.failure is not None and sample.failure.startswith(AGENT_FAILURE)
+
+
 _SAVED = ("step", "epoch", "enough", "is_returned", "refills")
 """Fields that a checkpoint has under their names"""
 
@@ -140,23 +146,34 @@ _SAVED = ("step", "epoch", "enough", "is_returned", "refills")
 def rollouts_to_message(steps: Sequence[StepRollouts]) -> Message:
     """The message of all samples, judged or not. Inverse of `rollouts_from_message`.
 
+    A trajectory whose agent failed is left out, so that it starts again, unless the ranks have the
+    step: then its samples stay.
+
     Returns:
-        Header and arrays of `samples_to_message`. The header has also `steps`, and `rewards`
-        (reward and details by sample); the arrays `labels`, int8 [samples], -1 without a label.
+        Header and arrays of `samples_to_message`. The header has also `steps`, `rewards` (reward
+        and details by sample), and `failures` of agents if there are any (by sample, or null); the
+        arrays `labels`, int8 [samples], -1 without a label.
     """
     samples: list[Sample] = []
     saved_steps = []
     for rollouts in steps:
-        samples += rollouts.sampled.values()
+        kept = list(rollouts.sampled.values())
+        if not rollouts.is_returned:
+            kept = [sample for sample in kept if not is_agent_failure(sample)]
+        samples += kept
         fields = {name: getattr(rollouts, name) for name in _SAVED}
         fields["prompts"] = [prompt.id for prompt in rollouts.prompts]
         fields["cancelled"] = sorted(rollouts.cancelled)
-        fields["samples"] = len(rollouts.sampled)
+        fields["samples"] = len(kept)
         saved_steps.append(fields)
 
     header, arrays = samples_to_message(samples)
     header["steps"] = saved_steps
     header["rewards"] = [[sample.reward, sample.reward_details] for sample in samples]
+    if any(is_agent_failure(sample) for sample in samples):
+        header["failures"] = [
+            sample.failure if is_agent_failure(sample) else None for sample in samples
+        ]
     labels = [-1 if sample.label is None else sample.label for sample in samples]
     arrays["labels"] = np.array(labels, dtype=np.int8)
     return header, arrays
@@ -207,7 +224,11 @@ def rollouts_from_message(
             prompts=step_prompts,
             requests=tuple(requests_of(step_prompts, saved["step"])),
             sampled={sample.id: sample for sample in of_step},
-            judged={sample.id for sample in of_step if sample.label is not None},
+            judged={
+                sample.id
+                for sample in of_step
+                if sample.label is not None or sample.failure is not None
+            },
             cancelled=set(saved["cancelled"]),
             **{name: saved[name] for name in _SAVED},
         )
@@ -216,13 +237,18 @@ def rollouts_from_message(
 
 
 def _with_verdicts(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """The samples of a message, with reward and label where they have a label."""
+    """The samples of a message, with reward and label where they have a label, or the failure of
+    their agent.
+    """
     samples = samples_from_message(header, arrays)
     labels = arrays["labels"].tolist()
+    failures = header.get("failures", [None] * len(samples))
     judged = []
-    for sample, (reward, details), label in zip(samples, header["rewards"], labels, strict=True):
+    for sample, (reward, details), label, failure in zip(
+        samples, header["rewards"], labels, failures, strict=True
+    ):
         if label < 0:
-            judged.append(sample)
+            judged.append(replace(sample, failure=failure))
         else:
             judged.append(replace(sample, reward=reward, label=label, reward_details=details))
     return judged

@@ -14,7 +14,9 @@ def strip_times(row: Mapping[str, MetricValue]) -> MetricsRow:
     return {
         k: v
         for k, v in row.items()
-        if not k.startswith(("time/", "memory/")) and not k.endswith("_per_s")
+        if not k.startswith(("time/", "memory/"))
+        and not k.endswith("_per_s")
+        and "/seconds_" not in k
     }
 
 

@@ -74,3 +74,42 @@ def write_tiny_run(folder: Path, model: Path, delay_s: float = 0.0) -> Path:
     stop = ", ".join(f"'{letter}'" for letter in "abcdefghijklmnopqrstuvwxyz0123456789")
     path.write_text(CONFIG.format(folder=folder, model=model, stop=stop))
     return path
+
+
+AGENT = """
+async def solve(problem, session):
+    number = int(problem.id.rpartition("/")[2])
+    await session.generate(max_tokens=3)
+    if number % 4 == 1:
+        raise ValueError("no luck")
+    session.append(await session.call("calculate", expression=f"{number} * 3"))
+    await session.generate(max_tokens=4)
+"""
+"""Two turns with a call; the agent fails for one prompt in four."""
+
+
+def with_agent(config: Path, code: str = "", **options: object) -> Path:
+    """Adds an agent to the configuration and returns its path.
+
+    Args:
+        config: of `write_tiny_run`.
+        code: of `solve`; empty: `AGENT`.
+        options: of `rollout.agent`.
+    """
+    file = config.parent / "my_agent.py"
+    file.write_text(code or AGENT)
+    markers = {"answer_end": "", "before": {"tool": "<"}, "after": {"tool": ">"}, "generation": "="}
+    agent = {
+        "function": f"{file}:solve",
+        "turn_markers": markers,
+        "tools": {"calculate": {"kind": "calculator"}},
+        "tool_workers": 1,
+        **options,
+    }
+    text = config.read_text().replace("max_response_tokens: 12", "max_response_tokens: 40")
+    config.write_text(
+        text.replace(
+            "  batch_sequences: 8\n", f"  batch_sequences: 8\n  agent: {json.dumps(agent)}\n"
+        )
+    )
+    return config

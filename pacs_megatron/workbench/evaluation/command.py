@@ -21,6 +21,7 @@ from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.text import local_path
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest
+from pacs_megatron.contracts.conversation import response_text, turns_of
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
 from pacs_megatron.data import PromptSet, load_tokenizer, stop_token_ids
@@ -33,7 +34,7 @@ from pacs_megatron.observability.progress import Progress
 from pacs_megatron.rewards.custom import file_digests
 from pacs_megatron.rewards.labels import check_failures
 from pacs_megatron.rewards.pool import received
-from pacs_megatron.rollout.judging import Judge, policy_text, turns_of
+from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.run_prompts import load_benchmarks
 from pacs_megatron.runtime.files import (
@@ -386,8 +387,7 @@ class _Evaluation:
                 num_tokens += sample.response_len
                 # The batch of a missing sample also contains existing ones.
                 if sample.id not in samples.outcomes:
-                    text = policy_text(turns_of(sample, decode))
-                    decoded = replace(sample, text=text)
+                    decoded = replace(sample, text=response_text(sample, decode))
                     num_pending += 1
                     if sample.failure is not None:  # an agent's: there is nothing to judge
                         verdicts.put(decoded)

@@ -10,7 +10,6 @@ import itertools
 import os
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 import xxhash
 
 from pacs_megatron.contracts import Prompt, Sample, Stop
-from pacs_megatron.contracts.reward_sample import Turn
+from pacs_megatron.contracts.conversation import Turn
 from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
 from pacs_megatron.rewards.boxed import last_boxed
@@ -153,11 +152,8 @@ class SampleFile(Closing):
             seed: of its request.
             turns: of an agent, the conversation.
         """
-        record = rollout_record(sample, self._prompts[sample.prompt_id])
+        record = rollout_record(sample, self._prompts[sample.prompt_id], turns)
         record["seed"] = seed
-        if sample.environment or sample.calls:
-            record["turns"] = [asdict(turn) for turn in turns]
-            record["calls"] = [asdict(call) for call in sample.calls]
         lines = json_line(record)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

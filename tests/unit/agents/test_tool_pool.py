@@ -136,12 +136,13 @@ def call(pool, tool, **arguments):
 def test_a_failure_is_a_text(pool, tool):
     result = call(pool, tool)
     assert result.text is None and result.failure.startswith(FAILED[tool]), result
+    assert result.timed_out == (FAILED[tool].startswith(("no result within", "time limit")))
     assert call(pool, "echo", text="next") == CallResult("next", None)
 
 
 @pytest.mark.parametrize("tool", TEXTS)
 def test_a_text_from_outside(pool, tool):
-    assert call(pool, tool) == CallResult(TEXTS[tool], None)
+    assert call(pool, tool) == CallResult(TEXTS[tool], None, cut=tool == "large")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pacs_megatron.config.agent_options import AgentOptions
 from pacs_megatron.config.schema import DataOptions, TrainOptions
 from pacs_megatron.contracts import Prompt, Stop
+from pacs_megatron.contracts.conversation import policy_text, turns_of
 from pacs_megatron.contracts.turns import TurnMarkers
 from pacs_megatron.errors import AgentError, DataError, RolloutError
 from pacs_megatron.rollout.agent_rounds import AgentRounds, build_encoder
-from pacs_megatron.rollout.judging import policy_text, turns_of
 from pacs_megatron.rollout.run_prompts import first_time
 from tests.support.rollout import embedded_engine, random_prompts, requests_for, sampling
 
@@ -32,6 +32,17 @@ async def solve(problem, session):
         time.sleep(0.01 * (number % 2))
         session.append(value)
     await session.generate(max_tokens=3)
+"""
+
+DIES = """
+import os, threading, time
+
+async def solve(problem, session):
+    if problem.id == "p/0":
+        threading.Timer(0.3, os._exit, (7,)).start()
+    else:
+        time.sleep(2)
+    await session.generate(max_tokens=2)
 """
 
 
@@ -173,6 +184,13 @@ def test_an_error_of_the_policy_ends_the_play(running):
     with pytest.raises(RolloutError, match="no weights"):
         list(played.rounds.play(*step_of(3), fail))
     assert len(played.play(*step_of(3))[0]) == 3
+
+
+def test_a_worker_that_dies_while_it_waits_for_a_turn(running):
+    """The round waits, because the other agent is still busy."""
+    samples, sizes = running(agent=DIES).play(*step_of(2))
+    assert samples[0].failure == "agent: its worker died (exit code 7)"
+    assert samples[1].failure is None and sizes == [1]
 
 
 def test_the_verifier_reads_the_policy_only(running):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from pacs_megatron.contracts import Sample, Span, Stop
+from pacs_megatron.contracts import Sample, Span, Stop, ToolCall
 from pacs_megatron.observability.rollout_log import (
     RECORD_SUFFIX,
     rollout_files,
     rollout_path,
     truncate_after,
 )
-from pacs_megatron.rollout.sample_arrays import write_record
-from tests.support.rollout import read_record
+from pacs_megatron.rollout.sample_arrays import (
+    requests_from_message,
+    samples_from_message,
+    samples_to_message,
+    turns_to_message,
+    write_record,
+)
+from tests.support.rollout import read_record, requests_for, sampling
 
 
 def samples() -> list[Sample]:
@@ -88,3 +95,27 @@ def test_records_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
         "eval_000001.jsonl",
         "eval_000001.safetensors",
     }
+
+
+def test_calls_are_in_a_message_and_not_in_a_record(tmp_path: Path) -> None:
+    call = ToolCall(tool="sum", arguments="{}", failure="slow", seconds=2.5, turn=1, timed_out=True)
+    [first, *rest] = samples()
+    written = [replace(first, calls=(call,)), *rest]
+    found = samples_from_message(*samples_to_message(written))
+    assert [sample.calls for sample in found] == [(call,), (), (), ()]
+    path = tmp_path / f"step_000001{RECORD_SUFFIX}"
+    write_record(path, written)
+    assert [sample.calls for sample in read_record(path)] == [()] * 4
+
+
+def test_turns_keep_their_own_tokens_limits_and_stop_strings() -> None:
+    params = sampling(max_tokens=9, temperature=0.5)
+    turns = []
+    for number, request in enumerate(requests_for([[1, 2], [3], [4, 5, 6]], params=params)):
+        own = params.model_copy(update={"max_response_tokens": 1 + number, "stop": ("x",) * number})
+        turns.append(replace(request, params=own))
+    header, arrays = turns_to_message(turns)
+    found = requests_from_message(json.loads(json.dumps(header)), arrays)
+    for mine, theirs in zip(found, turns, strict=True):
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        assert (mine.id, mine.seed, mine.params) == (theirs.id, theirs.seed, theirs.params)

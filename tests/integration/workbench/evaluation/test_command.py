@@ -438,10 +438,3 @@ def test_several_turns_with_a_tool(with_agent, tmp_path, capsys):
     (tmp_path / "my_agent.py").write_text(AGENT.replace("max_tokens=4", "max_tokens=5"))
     assert main(["eval", str(with_agent), "evaluation.samples_per_prompt=4"]) == 0
     assert len(list((tmp_path / "runs" / "test" / "eval").glob("samples-*.jsonl"))) == 2
-
-
-def test_training_rejects_an_agent(with_agent, capsys):
-    assert main(["train", str(with_agent)]) == 2
-    assert "rollout.agent is set, but in this version a run trains responses of one turn" in (
-        capsys.readouterr().err
-    )
