@@ -1,10 +1,11 @@
-"""Constants of `plan` beside what a GPU session measured.
+"""`plan` beside what a GPU session measured: memory and seconds of each timed model, and constants.
 
     python benchmarks/fit_constants.py RESULTS OUT
 
-Reads every `result.json` of `train_step.py` below RESULTS. Shares of the bf16 peak: a step computes
-three forward passes, a forward pass one. FP8 against bf16 of the same preset. `plan/constants.py`
-is changed by hand, with this file as source.
+Reads every `result.json` of `train_step.py` and `train_step_sweep.py` below RESULTS. Shares of the
+bf16 peak: a step computes three forward passes, a forward pass one. FP8 against bf16 of the same
+preset, by whole steps; the constant is about the layers' products alone. `plan/constants.py` is
+changed by hand, with this file as source.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from pacs_megatron.workbench.plan import constants  # noqa: E402
+from benchmarks import train_step  # noqa: E402
+from pacs_megatron.config import RunConfig  # noqa: E402
+from pacs_megatron.config.layout import layout_of  # noqa: E402
+from pacs_megatron.models import ModelSpec, read_spec  # noqa: E402
+from pacs_megatron.runtime.gpus import GPUS  # noqa: E402
+from pacs_megatron.workbench.plan import activations, constants, state, timing  # noqa: E402
+from pacs_megatron.workbench.plan.known_models import need_config  # noqa: E402
 
 Speed = dict[str, Any]
-"""figures of one timed model, of `measure_speed` in train_step.py"""
+"""figures of one timed model, of `measure_speed` in train_step.py, with `setup` and `gpu`"""
 Speeds = dict[tuple[str, str], Speed]
 """(preset and recompute, case) -> figures"""
 
@@ -35,7 +43,8 @@ def read_speeds(results: Path) -> Iterator[tuple[tuple[str, str], Speed]]:
         for case, row in result.get("rows", {}).items():
             if "tokens_per_s" in row.get("speed", {}):
                 setup = result["setup"]
-                yield (f"{setup['preset']} {setup['recompute']}", case), row["speed"]
+                figures = row["speed"] | {"setup": setup, "gpu": result["machine"]["gpu"]}
+                yield (f"{setup['preset']} {setup['recompute']}", case), figures
 
 
 def measured_constants(speeds: Speeds) -> dict[str, list[float]]:
@@ -97,6 +106,89 @@ def recompute_lines(seconds: Mapping[tuple[str, str], Sequence[float]]) -> Itera
             yield f"full recomputation of {model.split()[0]} {case}: {factor:.2f} times the seconds"
 
 
+def config_of(setup: Mapping[str, Any], case: str, gpu: str) -> RunConfig:
+    """The configuration of which `plan` counts what a timed model uses."""
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "x", "steps": 1},
+            "resources": {"gpu": gpu},
+            "model": {"path": "x"},
+            "precision": train_step.CASES[case],
+            "parallel": {"recompute": {"granularity": setup["recompute"]}},
+            "objective": {"name": "pacs"},
+            "batch": {
+                "prompts_per_step": setup["samples"] // 4,
+                "samples_per_prompt": 4,
+                "tokens_per_microbatch": setup["tokens_per_microbatch"],
+            },
+            "rollout": {
+                "engine": "embedded",
+                "sampling": {"max_response_tokens": setup["response"]},
+            },
+            "reward": {"name": "math"},
+            "data": {"train": {"path": "x", "preset": "gsm8k"}},
+            "optimizer": {"lr": 1e-6},
+        }
+    )
+
+
+def planned_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """What the allocator holds at the peak: without CUDA's context, NCCL and fragmentation."""
+    layout = layout_of(config, 1)
+    items = [
+        *state.state_items(config, spec, layout, 0),
+        *activations.activation_items(config, spec, layout, 0),
+    ]
+    return sum(item.num_bytes for item in items)
+
+
+def planned_seconds(config: RunConfig, spec: ModelSpec, speed: Speed, gpu: str) -> float:
+    """Seconds of one update over the timed tokens."""
+    setup = speed["setup"]
+    flops = speed["tflops"] * 1e12 * statistics.median(speed["step_s"])
+    if setup["recompute"] == "full":
+        lengths = timing.Lengths(prompt=setup["prompt"], response=0.9 * setup["response"])
+        flops += flops / 3 * timing.recomputed_flops(config, spec, lengths)[0]
+    fp8_frac = 0.0
+    if config.precision.fp8 is not None:
+        length = speed["tokens"] / setup["samples"]
+        fp8_frac = timing.linear_frac(spec, 1.0, length, 1 - setup["prompt"] / length)
+    copies = 0.0
+    if spec.moe is not None:
+        copies = speed["tokens"] * spec.num_layers * spec.moe.top_k
+    work = timing.TrainWork(
+        flops=flops,
+        expert_copies=copies,
+        fp8_frac=fp8_frac,
+    )
+    return timing.busy_seconds(work, layout_of(config, 1), GPUS[gpu], constants.TRAIN_MFU)
+
+
+def plan_lines(speeds: Speeds) -> Iterator[str]:
+    """Planned and measured memory and seconds of each timed model."""
+    titles = f"{'planned':>8} {'error':>7}"
+    yield f"{'model':<34} {'GiB':>7} {titles} {'s':>7} {titles}"
+    for (model, case), speed in speeds.items():
+        setup = speed["setup"]
+        hub_id, _ = train_step.PRESETS[setup["preset"]]
+        if hub_id is None or speed["peak_gib"] is None:
+            continue
+        spec = read_spec(need_config(hub_id, "benchmark"))
+        spec = replace(spec, num_layers=setup["layers"])
+        gpu = next(name for name in GPUS if name in speed["gpu"].lower())
+        config = config_of(setup, case, gpu)
+
+        peak_gib = speed["peak_gib"]
+        planned_gib = planned_bytes(config, spec) / 2**30
+        step_s = statistics.median(speed["step_s"])
+        planned_s = planned_seconds(config, spec, speed, gpu)
+        yield (
+            f"{model + ' ' + case:<34} {peak_gib:>7.1f} {planned_gib:>8.1f} "
+            f"{planned_gib / peak_gib - 1:>+7.1%} {step_s:>7.2f} {planned_s:>8.2f} "
+            f"{planned_s / step_s - 1:>+7.1%}"
+        )
+
+
 def main() -> int:
     results = Path(sys.argv[1])
     out = Path(sys.argv[2])
@@ -106,6 +198,7 @@ def main() -> int:
     title = "measured (lowest, median, highest)"
     lines = [f"{'constant':<12} {'assumed':>8} {'range':>14} {title:>38}"]
     lines.extend(constant_line(name, values) for name, values in measured.items())
+    lines += ["", *plan_lines(speeds), ""]
     lines.extend(recompute_lines({key: speed["step_s"] for key, speed in speeds.items()}))
     if not speeds:
         lines.append(f"no timed model below {results}: run stages 2 and 3 first")

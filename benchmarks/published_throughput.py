@@ -21,6 +21,7 @@ from pacs_megatron.workbench.plan.timing import (
     TrainWork,
     busy_seconds,
     forward_flops,
+    linear_frac,
     train_span,
 )
 
@@ -108,7 +109,7 @@ def planned_seconds(row: Row, spec: ModelSpec) -> tuple[float, tuple[float, floa
     work = TrainWork(
         flops=3 * forward_flops(spec, tokens, length, tokens),
         expert_copies=copies,
-        is_fp8=True,
+        fp8_frac=linear_frac(spec, tokens, length, tokens),
         overlaps_tp=True,
     )
     bubble = (row.pp - 1) / (row.global_batch / layout.dp * row.vpp)

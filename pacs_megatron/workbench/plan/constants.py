@@ -86,24 +86,25 @@ SGLANG_RELEASED_BYTES = Constant(
 # ---------------------------------------------------------------------------- speed of the trainer
 TRAIN_MFU = Constant(
     value=0.45,
-    low=0.35,
+    low=0.28,
     high=0.52,
-    source="docs/measurements/published_throughput.md",
+    source="docs/measurements/gpu_session.md",
 )
-"""Share of the bf16 peak in matrix products, without a bubble."""
+"""Share of the bf16 peak in matrix products, without a bubble; the low end is a model of 0.6B."""
 FORWARD_MFU = Constant(
     value=0.45,
-    low=0.33,
+    low=0.27,
     high=0.55,
-    source="assumed: share of the bf16 peak in a forward-only pass",
+    source="docs/measurements/gpu_session.md",
 )
+"""The same in a forward-only pass."""
 FP8_SPEEDUP = Constant(
     value=1.74,
     low=1.3,
     high=1.85,
     source="docs/measurements/published_throughput.md",
 )
-"""Matrix products of a training step in FP8 against bf16."""
+"""The layers' linear products of a training step in FP8 against bf16."""
 EXPERT_COPY_BYTES = Constant(
     value=255e3,
     low=100e3,

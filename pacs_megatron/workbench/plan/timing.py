@@ -238,6 +238,14 @@ def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
 
 
 # ------------------------------------------------------------------------------------- the trainer
+def linear_frac(
+    spec: ModelSpec, num_tokens: float, mean_length: float, num_outputs: float
+) -> float:
+    """Share of `forward_flops` in the layers' linear products; the arguments are the same."""
+    linear = 2 * active_matrix_parameters(spec) * num_tokens
+    return linear / forward_flops(spec, num_tokens, mean_length, num_outputs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainWork:
     """Work of all ranks."""
@@ -247,7 +255,10 @@ class TrainWork:
     """copies of tokens that experts of all layers process, of updates; a forward pass alone counts
     as a third
     """
-    is_fp8: bool = False
+    fp8_frac: float = 0.0
+    """share of the FLOPs in FP8: the layers' linear products; attention and the output layer stay
+    in bf16
+    """
     overlaps_tp: bool = False
     """whether `tp_comm_overlap` hides the exchange of tensor parallelism"""
 
@@ -265,12 +276,7 @@ def train_seconds(
         lengths: mean lengths of the samples.
         mfu: share of the bf16 peak that one GPU reaches without these losses.
     """
-    options = config.parallel.megatron
-    work = replace(
-        work,
-        is_fp8=config.precision.fp8 is not None,
-        overlaps_tp=options.tp_comm_overlap,
-    )
+    work = replace(work, overlaps_tp=config.parallel.megatron.tp_comm_overlap)
     return busy_seconds(work, layout, gpu, mfu) * (1 + bubble(config, layout, lengths))
 
 
@@ -288,10 +294,9 @@ def busy_seconds(work: TrainWork, layout: Layout, gpu: Gpu, mfu: Constant) -> fl
     if not work.overlaps_tp:
         efficiency *= (1 - constants.TP_LOSS.value) ** (layout.tp.bit_length() - 1)
     efficiency *= (1 - constants.CP_LOSS.value) ** (layout.cp.bit_length() - 1)
-    if work.is_fp8:
-        efficiency *= constants.FP8_SPEEDUP.value
 
-    products_s = work.flops / (gpu.bf16_flops_s * efficiency)
+    slowness = 1 - work.fp8_frac + work.fp8_frac / constants.FP8_SPEEDUP.value
+    products_s = work.flops * slowness / (gpu.bf16_flops_s * efficiency)
     return (products_s + _exchange_s(work, gpu)) / layout.world_size
 
 
@@ -323,6 +328,13 @@ def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
     return (layout.pp - 1) / (max(1, num_microbatches) * (layout.vpp or 1))
 
 
+def _fp8_frac(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
+    """Share of a run's FLOPs in FP8."""
+    if config.precision.fp8 is None:
+        return 0.0
+    return linear_frac(spec, 1.0, lengths.total, lengths.response / lengths.total)
+
+
 def _step_forward_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
     """FLOPs of one forward pass over all samples of a step, with a log-prob for each response
     token.
@@ -348,7 +360,8 @@ def _forward_phase(
 
     passes = num_passes / config.batch.updates_per_step
     copies = _step_expert_copies(config, spec, lengths) * passes / 3
-    work = TrainWork(flops=flops, expert_copies=copies)
+    fp8_frac = _fp8_frac(config, spec, lengths)
+    work = TrainWork(flops=flops, expert_copies=copies, fp8_frac=fp8_frac)
     seconds = train_seconds(config, layout, gpu, work, lengths, mfu)
     note = f"{num_passes} passes over a mini-batch"
     span = train_span(work, layout, gpu, mfu)
@@ -379,7 +392,11 @@ def _update_phase(
 
     # A recomputed forward pass is a third of an update's exchange.
     copies = _step_expert_copies(config, spec, lengths) * (1 + layers_frac / 3)
-    work = TrainWork(flops=executed * epochs, expert_copies=copies * epochs)
+    work = TrainWork(
+        flops=executed * epochs,
+        expert_copies=copies * epochs,
+        fp8_frac=_fp8_frac(config, spec, lengths),
+    )
     seconds = train_seconds(config, layout, gpu, work, lengths, mfu)
     both_models = " of both models" if critic else ""
     note = (

@@ -42,7 +42,7 @@ def trained(folder: Path, kind: Literal["none", "optimizer", "all"]) -> dict[str
         found["digests"].append(digest.hexdigest())
         policy.offload.to_device()
         found["norms"] += [
-            report.grad_norm for report in train(policy, objective, [random_step(seed)])
+            report.grad_norm for report in train(policy, objective, [random_step(seed, vocab=90)])
         ]
     return found
 

@@ -82,9 +82,11 @@ def test_three_updates_and_a_resume(name: str, tmp_path: Path) -> None:
     for recipe, outcome in found.items():
         assert outcome["resumed_equal"], recipe
         assert not any(outcome["drift"]), recipe
+    before = np.array(found["bf16"]["before"])
     for recipe in RECIPES:
-        difference = np.abs(np.array(found[recipe]["before"]) - found["bf16"]["before"]).mean()
-        assert 0 < difference < 0.5, (recipe, difference)
+        # The random model's log-probs are nearly all far from 0, so its FP8 errors are relative.
+        difference = np.abs(np.array(found[recipe]["before"]) - before).mean()
+        assert 0 < difference < 0.1 * np.abs(before).mean(), (recipe, difference)
         np.testing.assert_allclose(found[recipe]["norms"], found["bf16"]["norms"], rtol=0.5)
 
 

@@ -21,6 +21,7 @@ from pacs_megatron.config.layout import layout_of
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.objectives.registry import build_objective
+from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan import activations, state
 from tests.support.planned import run_config
 from tests.support.policies.policy_cases import make_policy, random_step, train
@@ -42,7 +43,7 @@ SHAPE: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_moe": {
-        "vocab_size": 32000,
+        "vocab_size": 151936,
         "hidden_size": 1024,
         "num_hidden_layers": 8,
         "num_attention_heads": 16,
@@ -53,6 +54,12 @@ SHAPE: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
     },
 }
+
+
+def gpu_name() -> str:
+    """This GPU's name in `resources.gpu`: a chunk of logits grows with the GPU's memory."""
+    device = torch.cuda.get_device_name().lower()
+    return next(name for name in GPUS if name in device)
 
 
 def peak_bytes(folder: Path, parallel: dict[str, Any]) -> int:
@@ -110,7 +117,10 @@ def test_one_stage_is_as_planned(family: str, granularity: str, tmp_path: Path) 
     peak = int(done.stdout.split()[-1])
     config = run_config("bf16", parallel)
     config = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"tokens_per_microbatch": TOKENS})}
+        update={
+            "batch": config.batch.model_copy(update={"tokens_per_microbatch": TOKENS}),
+            "resources": config.resources.model_copy(update={"gpu": gpu_name()}),
+        }
     )
     spec = load_spec(folder)
     layout = layout_of(config, 1)
