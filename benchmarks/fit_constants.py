@@ -133,7 +133,7 @@ def config_of(setup: Mapping[str, Any], case: str, gpu: str) -> RunConfig:
 
 
 def planned_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """What the allocator holds at the peak: without CUDA's context, NCCL and fragmentation."""
+    """Bytes of the allocator at the peak: without CUDA's context, NCCL and fragmentation."""
     layout = layout_of(config, 1)
     items = [
         *state.state_items(config, spec, layout, 0),

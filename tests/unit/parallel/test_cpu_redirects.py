@@ -100,7 +100,7 @@ def test_megatron_does_not_see_kernels_that_need_a_gpu_but_others_do(
     "first",
     ["parallel.groups", "checkpoint.dist_files", "training.context", "policy.engine"],
 )
-def test_whatever_is_imported_first_megatron_finds_no_optimizer_of_a_gpu(
+def test_in_any_order_of_imports_megatron_finds_no_optimizer_of_a_gpu(
     first: str, tmp_path: Path
 ) -> None:
     """An environment for GPUs has Transformer Engine, also where a run uses the CPU."""
