@@ -22,6 +22,12 @@ from pacs_megatron.runtime.command_line import (
 from pacs_megatron.runtime.shipped import cluster_file, run_file
 
 _SubParsers: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+_OTHER_WORDS = {verb.split()[1]: verb for verb in VERBS if " " in verb} | {
+    "resume": "train, which also resumes",
+    "run": "train",
+    "stop": "cancel",
+}
+"""Words that are no verb -> the verb"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +62,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments. Unlike argparse, accepts overrides after options."""
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
+    verb: OneLineParser = parsed.__dict__.pop("parser")
     if not unknown:
         return parsed
     are_overrides = all("=" in word and not word.startswith("-") for word in unknown)
@@ -63,7 +70,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         hint = ""
         if hasattr(parsed, "overrides"):
             hint = "; options of a run are written as key=value, such as run.steps=5"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        verb.error_of_unknown(unknown, hint)
     parsed.overrides.extend(unknown)
     return parsed
 
@@ -75,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Post-train reasoning models with PACS on Megatron-Core.",
     )
     parser.add_argument("--version", action="version", version=f"pacs-megatron {__version__}")
+    parser.other_words = _OTHER_WORDS
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
     _add_config_verb(verbs, "train", "train; the same command resumes a run")
     _add_results(verbs)
@@ -98,7 +106,7 @@ def _add_verb(verbs: _SubParsers, verb: str, text: str) -> argparse.ArgumentPars
     That of `config show` is `show` in the group `config`.
     """
     parser = verbs.add_parser(verb.split()[-1], help=text, description=text)
-    parser.set_defaults(place=VERBS[verb])
+    parser.set_defaults(place=VERBS[verb], parser=parser)
     return parser
 
 
@@ -146,6 +154,13 @@ def _add_no_verify(parser: argparse.ArgumentParser, dest: str) -> None:
 
 
 def _add_results(verbs: _SubParsers) -> None:
+    _add_eval(verbs)
+    _add_compare(verbs)
+    _add_diversity(verbs)
+    _add_export(verbs)
+
+
+def _add_eval(verbs: _SubParsers) -> None:
     parser = _add_config_verb(verbs, "eval", "pass@k of a model on the configured benchmarks")
     parser.add_argument(
         "--model",
@@ -165,6 +180,8 @@ def _add_results(verbs: _SubParsers) -> None:
     )
     _add_no_verify(parser, "verify")
 
+
+def _add_compare(verbs: _SubParsers) -> None:
     parser = _add_verb(verbs, "compare", "compare runs that differ in configuration and seed")
     parser.add_argument("runs", type=path_from, nargs="+", metavar="RUN", help="run folders")
     parser.add_argument(
@@ -181,6 +198,8 @@ def _add_results(verbs: _SubParsers) -> None:
             help=f"also write the figures as {form}",
         )
 
+
+def _add_diversity(verbs: _SubParsers) -> None:
     parser = _add_verb(verbs, "diversity", "diversity of the correct responses of evaluations")
     parser.add_argument(
         "paths",
@@ -213,6 +232,8 @@ def _add_results(verbs: _SubParsers) -> None:
         help="also write the embeddings, as .npz",
     )
 
+
+def _add_export(verbs: _SubParsers) -> None:
     parser = _add_run_verb(verbs, "export", "write a run's weights for Hugging Face")
     parser.add_argument(
         "--step",

@@ -3,7 +3,9 @@
 A message names the problem, its place, the value, the expected value and the fix.
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 from enum import IntEnum
 
 _BIDIRECTIONAL = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -52,6 +54,18 @@ def shown(value: object, limit: int = 60) -> str:
     # A string is cut before repr too, which would copy gigabytes; "+ 2" is for its quotes.
     text = repr(value[: limit + 1] if isinstance(value, str) else value)
     return text if len(text) <= limit + 2 else f"{text[:limit]}..."
+
+
+def did_you_mean(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: `; did you mean X?`, empty without a like one.
+
+    Args:
+        word: The unknown name.
+        names: The known ones.
+        cutoff: Least similarity, 0 to 1.
+    """
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class PacsError(Exception):

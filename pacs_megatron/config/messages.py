@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.config.yaml_tree import YamlNode
 from pacs_megatron.contracts.options import Options
-from pacs_megatron.errors import shown
+from pacs_megatron.errors import did_you_mean, shown
 
 Detail = Mapping[str, Any]
 """An entry of `pydantic.ValidationError.errors()`"""
@@ -38,6 +38,9 @@ RENAMED_KEYS = {
     "rollout.probe_s": "rollout.probe_interval_s",
 }
 """Old key -> new key. An old key is rejected with the new name."""
+
+_LISTS = {"data.train": "the other files of a mixture belong to data.mix, each with its weight"}
+"""Section -> what to write in place of a list"""
 
 
 @cache
@@ -278,8 +281,7 @@ def _unknown_key_advice(path: KeyPath, root: YamlNode, schema: type[Options]) ->
 
 def _choice_line(path: KeyPath, value: object, choices: Sequence[str], root: YamlNode) -> str:
     """The line of a value that is not one of `choices`."""
-    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = did_you_mean(str(value), choices, cutoff=0.5)
     return (
         f"{dotted(path)}={shown(value)}: expected one of {', '.join(choices)}{hint} "
         f"({where(path, root)})"
@@ -299,6 +301,8 @@ def _section_line(path: KeyPath, value: object, root: YamlNode, schema: type[Opt
         example = f"{path[-1] if path else key}: {{{fields[0]}: ...}}"
         if len(fields) > 1:
             example += f", with any of {', '.join(fields[:6])}"
+    if isinstance(value, list) and key in _LISTS:
+        example += f"; {_LISTS[key]}"
     return f"{key}={shown(value)}: expected a mapping; write {example} ({where(path, root)})"
 
 

@@ -6,16 +6,19 @@ Strings for file names, shells and batch scripts have one of these types.
 import os
 import re
 import unicodedata
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
-from pacs_megatron.errors import shown
+from pacs_megatron.errors import did_you_mean, shown
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 """A repository of the Hugging Face hub: `name` or `owner/name`."""
+_MAX_FILES = 1000
+"""Files of a folder that are compared with a missing one"""
 MAX_PATH_BYTES = 4095
 MAX_NAME_BYTES = 255
 MAX_RUN_NAME_BYTES = 200
@@ -30,6 +33,16 @@ def local_path(text: str | Path) -> Path:
     For an unknown user the path stays, unlike `Path.expanduser`.
     """
     return Path(os.path.expanduser(text))
+
+
+def near_file(path: Path) -> str:
+    """The end of a message about a missing file: a file of its folder with a like name."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry in islice(entries, _MAX_FILES)]
+    except OSError:
+        return ""
+    return did_you_mean(path.name, names)
 
 
 def encodable_bytes(text: str) -> int:

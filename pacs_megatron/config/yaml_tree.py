@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from pacs_megatron.config.text import near_file
 from pacs_megatron.errors import ConfigError
 
 Scalar = str | int | float | bool | None
@@ -130,6 +131,7 @@ def _read_text(path: Path, display: str) -> str:
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {display}: {error.strerror}; give an existing file"
+            f"{near_file(path)}"
         ) from None
 
     if len(data) > MAX_YAML_BYTES:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.schema import DatasetOptions, RowCondition
-from pacs_megatron.config.text import HUB_ID, local_path
+from pacs_megatron.config.text import HUB_ID, local_path, near_file
 from pacs_megatron.errors import ConfigError, DataError, shown
 from pacs_megatron.runtime.json_reader import (
     as_object,
@@ -270,7 +270,7 @@ def find_source(text: str) -> Path | None:
             return None
         raise DataError(f"{text}: no such file or folder, and not a hub id; expected {_FORMATS}")
     if not path.exists():
-        hint = ""
+        hint = near_file(path)
         if "$" in text:
             hint = "; variables such as $HOME are not replaced here"
         elif "*" in text:

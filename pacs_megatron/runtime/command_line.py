@@ -13,12 +13,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from pacs_megatron import __version__
-from pacs_megatron.errors import ConfigError, ExitCode, PacsError, one_line, shown
+from pacs_megatron.errors import (
+    ConfigError,
+    ExitCode,
+    PacsError,
+    did_you_mean,
+    one_line,
+    shown,
+)
 from pacs_megatron.runtime.environment import PACKAGES, check_secret, installed
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,9 +36,41 @@ _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose usage errors are one line, and whose help reports a full disk."""
 
+    other_words: Mapping[str, str] = MappingProxyType({})
+    """Words that are no choice -> what to write in their place"""
+
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
         raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def error_of_unknown(self, words: Sequence[str], hint: str) -> NoReturn:
+        """Raises ConfigError for arguments that no option takes, with the nearest option.
+
+        Args:
+            words: The arguments.
+            hint: The end of the message.
+        """
+        names: list[str] = []
+        for action in self._actions:
+            names += action.option_strings
+        near = ""
+        for word in words:
+            if word.startswith("--"):
+                near = near or did_you_mean(word.partition("=")[0], names, cutoff=0.7)
+        hint = near + hint
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises ArgumentError for a value that is no choice, with the nearest one."""
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        hint = did_you_mean(str(value), names)
+        if value in self.other_words:
+            hint = f"; did you mean {self.other_words[value]}?"
+        raise argparse.ArgumentError(
+            action, f"invalid choice: {shown(value)} (choose from {', '.join(names)}){hint}"
+        )
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse ignores an OSError here; the flush makes a full disk an error of the command.

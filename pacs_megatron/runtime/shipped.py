@@ -5,7 +5,7 @@ locks.
 import os
 from pathlib import Path
 
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -36,9 +36,10 @@ def run_file(text: str, kind: str = "runs") -> Path:
     folder = shipped_folder("configs") / kind
     file = folder / f"{text}.yaml"
     if not file.is_file():
-        names = ", ".join(sorted(shipped.stem for shipped in folder.glob("*.yaml")))
+        names = sorted(shipped.stem for shipped in folder.glob("*.yaml"))
         raise ConfigError(
-            f"{text}: neither a file nor a shipped configuration; give a path or one of {names}"
+            f"{text}: neither a file nor a shipped configuration; give a path or one of "
+            f"{', '.join(names)}{did_you_mean(text, names)}"
         )
     return file
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pacs_megatron.config.text import local_path
+from pacs_megatron.config.text import local_path, near_file
 from pacs_megatron.errors import ConfigError, shown
 
 _MAX_TEXT = 1000
@@ -57,6 +57,7 @@ def find_file(name: str, key: str) -> Path | None:
     if not os.path.isfile(file):
         raise ConfigError(
             f"{key}={shown(name, 300)}: no file {shown(str(file), 300)}; correct the path"
+            f"{near_file(file)}"
         )
     return file
 

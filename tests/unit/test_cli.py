@@ -273,6 +273,34 @@ def test_a_usage_error_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("trian run.yaml", "train"),
+        ("statsu run", "status"),
+        ("convert to-megatrn --hf a --out b", "to-megatron"),
+        ("preview run.yaml", "data preview"),
+        ("explain run.yaml", "config explain"),
+        ("to-hf --out b", "convert to-hf"),
+        ("resume run.yaml", "train, which also resumes"),
+        ("plan run.yaml --serach", "--search"),
+        ("plan run.yaml run.steps=1 --local-layers --treace", "--trace"),
+        ("data preview run.yaml --row=3 --rwos=3", "--rows"),
+        ("eval run.yaml --modle=x", "--model"),
+        ("paper table-2 --scale laptopp", "laptop"),
+        ("plan pacs-qwen3-8b-1n8g-tp4", "pacs-qwen3-8b-1n8g-tp2"),
+        ("submit run.yaml --cluster example-bar", "example-bare"),
+    ],
+)
+def test_an_error_names_the_nearest_word(
+    words: str, meant: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean {meant}?" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     "verb", [["status"], ["logs"], ["cancel"], ["export"], ["train"], ["config", "show"], ["plan"]]
 )
 @pytest.mark.parametrize(

@@ -128,6 +128,10 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
             "(override)",
         ),
         (
+            ["data.train=[{path: a.jsonl, weight: 3}]"],
+            "the other files of a mixture belong to data.mix, each with its weight (override)",
+        ),
+        (
             ["optimizer.clip_grad=1"],
             "unknown key `optimizer.clip_grad`; it is now called `objective.clip_grad`",
         ),
