@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from pacs_megatron.checkpoint.beside import Beside
-from pacs_megatron.checkpoint.names import describe_newest, newest_step
+from pacs_megatron.checkpoint.names import describe_newest, newest_position
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.errors import ExitCode, PacsError, RewardError, RolloutError, one_line
 from pacs_megatron.models.hub import model_folder
@@ -181,7 +181,8 @@ def _write_configuration(loaded: LoadedConfig, run_dir: Path) -> None:
     """
     changed = folders.changed_since(loaded, run_dir)
     if changed:
-        step = newest_step(run_dir) or 0
+        newest = newest_position(run_dir)
+        step = newest.step if newest else 0
         for key, before, after in folders.record_changes(loaded, run_dir, changed, step):
             logger.info("changed since the last attempt: %s from %s to %s", key, before, after)
     write_atomically(run_dir / folders.CONFIG_FILE, [loaded.to_yaml().encode()])
