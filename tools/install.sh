@@ -69,12 +69,17 @@ with_time() { # reason command...
     return "$code"
 }
 
+quiet() { # command...
+    "$@" >/dev/null 2>&1
+}
+
 find_uv() {
     local options='index-url|extra-index-url|find-links|no-index|proxy|cert|client-cert'
     options+='|trusted-host|constraint|no-binary|only-binary'
     if [ -z "${PIP_ARGS:-}" ] &&
         ! "$py" -m pip config list | grep -E "\.($options)=" >/dev/null; then
-        "$py" -m pip install -q uv==0.13.9 2>/dev/null && echo "$venv/bin/uv"
+        with_time "pip to install uv" quiet "$py" -m pip install -q uv==0.13.9 &&
+            echo "$venv/bin/uv"
     fi
     return 0
 }
@@ -93,7 +98,8 @@ torch_of() { # lock
     # shellcheck disable=SC2086
     if ! needs_cuda && [ -z "$uv" ] &&
         ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia/version ] &&
-        "$py" -m pip install -q --dry-run --no-deps ${PIP_ARGS:-} "$torch+cpu" >/dev/null 2>&1; then
+        with_time "the index to list builds of torch" \
+            quiet "$py" -m pip install -q --dry-run --no-deps ${PIP_ARGS:-} "$torch+cpu"; then
         torch+=+cpu
     fi
     echo "$torch"
@@ -115,7 +121,7 @@ compile_transformer_engine() {
     echo "install: compiling Transformer Engine's extension for torch," \
         "about half an hour with MAX_JOBS=${MAX_JOBS:-1}" >&2
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-    "$py" -m pip install -q --no-deps ${PIP_ARGS:-} \
+    with_time "pip to install nvcc" "$py" -m pip install -q --no-deps ${PIP_ARGS:-} \
         nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
     local cuda=$site/nvidia/cu13 include
     include=$cuda/include:$cuda/include/cccl:$site/nvidia/cudnn/include:$site/nvidia/nccl/include
@@ -170,7 +176,7 @@ if [[ " $wanted " != *" $(version_of "$py") "* ]] || ! "$py" -m pip --version >/
     python=$(find_python)
     echo "install: $venv with $python" >&2
     rm -rf "$venv"
-    "$python" -m venv "$venv"
+    with_time "$venv" "$python" -m venv "$venv"
 fi
 
 version=$(version_of "$py")
@@ -194,10 +200,10 @@ for name in "${locks[@]}"; do
         packages --no-deps -r "$lock"
         # Stand-ins for CUDA-only packages. SGLang imports them; a dense model on CPU calls none.
         echo "$PWD/tests/support/sglang_cpu" >"$site/sglang_cpu_stubs.pth"
-        "$py" -W ignore -c 'import sgl_kernel, torchvision, sglang'
+        with_time "sglang to load" "$py" -W ignore -c 'import sgl_kernel, torchvision, sglang'
     else
         packages -r "$lock"
-        "$py" -m pip check
+        with_time "pip to check the packages" "$py" -m pip check
     fi
     echo "$below" >"$stamp"
 done
@@ -217,6 +223,7 @@ esac
 package=$(sha256sum pyproject.toml | cut -d' ' -f1)
 if [ "$(cat "$venv/.package" 2>/dev/null)" != "$package $PWD" ]; then
     # --no-build-isolation: setuptools is in the lock, so nothing else is fetched.
-    "$py" -m pip install -q --no-deps --no-build-isolation -e .
+    with_time "pip to install the package itself" \
+        "$py" -m pip install -q --no-deps --no-build-isolation -e .
     echo "$package $PWD" >"$venv/.package"
 fi

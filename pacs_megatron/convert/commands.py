@@ -25,7 +25,7 @@ def _command() -> Iterator[None]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    logs.setup_logging(None, 0)
+    logs.setup_command_logging()
     previous = signal.signal(signal.SIGTERM, stop)
     try:
         with report_wait("for the libraries to load and the conversion to end"):

@@ -363,7 +363,7 @@ def export(
     from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
     from pacs_megatron.launch.push import check_repository
     from pacs_megatron.launch.push import push as upload
-    from pacs_megatron.observability.logs import setup_logging
+    from pacs_megatron.observability.logs import setup_command_logging
 
     if push is not None:
         check_repository(push)
@@ -381,7 +381,7 @@ def export(
         )
 
     target = out if out is not None else run_dir / "hf_exports" / chosen.name
-    setup_logging(None, 0)
+    setup_command_logging()
     # A target outside the run folder needs no lock, because reading a run is always allowed.
     with RunLock(run_dir, "export") if out is None else nullcontext():
         targets = {folder: target}

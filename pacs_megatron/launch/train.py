@@ -51,7 +51,7 @@ from pacs_megatron.runtime.run_folder import (
     write_exit_code,
 )
 from pacs_megatron.runtime.run_lock import LOCK_FILE, check_not_locked
-from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.waiting import COMMAND_START, command_start, report_wait
 
 TRAINING_MODULE = "pacs_megatron.training.main"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -289,6 +289,7 @@ class _Torchrun:
             number: signal.signal(number, self._on_signal) for number in _FORWARDED
         }
         environ = rank_environment(num_ranks, single_host=True)
+        environ[COMMAND_START] = str(command_start())
         # If SIGCHLD is ignored, the kernel reaps a child and its exit code is lost.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._agent = psutil.Popen(

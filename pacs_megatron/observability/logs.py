@@ -4,6 +4,7 @@ progress bar.
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +29,13 @@ class LineFormatter(logging.Formatter):
         super().__init__(
             f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
         )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
+        return terminal_line(super().formatMessage(record))
+
+
+class _TextFormatter(logging.Formatter):
+    """The message alone; its control characters are escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         return terminal_line(super().formatMessage(record))
@@ -79,12 +87,6 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
         rank: Rank of this process.
         stream: The console; default: stderr.
     """
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, _ConsoleHandler | _RankFile):
-            root.removeHandler(handler)
-            handler.close()
-
     console = _ConsoleHandler(sys.stderr if stream is None else stream)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     handlers: list[logging.Handler] = [console]
@@ -92,8 +94,23 @@ def setup_logging(log_dir: Path | None, rank: int, *, stream: TextIO | None = No
         log_dir.mkdir(parents=True, exist_ok=True)
         path = log_dir / f"rank{rank}.log"
         handlers.append(_RankFile(path, encoding="utf-8", errors="backslashreplace"))
+    _set_handlers(handlers, LineFormatter(rank))
+
+
+def setup_command_logging() -> None:
+    """Logs INFO to standard error, for a command without ranks: the text of each record alone."""
+    _set_handlers([_ConsoleHandler(sys.stderr)], _TextFormatter())
+
+
+def _set_handlers(handlers: Sequence[logging.Handler], formatter: logging.Formatter) -> None:
+    """Replaces the handlers of an earlier call."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _ConsoleHandler | _RankFile):
+            root.removeHandler(handler)
+            handler.close()
     for handler in handlers:
-        handler.setFormatter(LineFormatter(rank))
+        handler.setFormatter(formatter)
         root.addHandler(handler)
 
     # INFO of this package only, not of other libraries.

@@ -28,6 +28,7 @@ from pacs_megatron.errors import (
     shown,
 )
 from pacs_megatron.runtime.environment import PACKAGES, check_secret, installed
+from pacs_megatron.runtime.waiting import first_word_in_time
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
@@ -164,7 +165,8 @@ def run_command(command: Callable[[], int]) -> int:
     _open_missing_streams()
 
     try:
-        return int(command())
+        with first_word_in_time():
+            return int(command())
     except KeyboardInterrupt:
         _print_line("interrupted")
         return 128 + signal.SIGINT

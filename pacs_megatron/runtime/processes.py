@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,14 @@ def start_ticks(pid: int) -> int | None:
     """
     fields = stat_fields(pid)
     return None if fields is None else int(fields[_STAT_START_TIME])
+
+
+def age_s() -> float:
+    """Seconds since the start of this process; 0 where /proc does not have it."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def is_stopped(pid: int) -> bool:

@@ -2,19 +2,57 @@
 
 import contextlib
 import logging
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from pacs_megatron.runtime.processes import age_s
+
 logger = logging.getLogger(__name__)
 NOTICE_S = 4.0
 """Seconds after which the first line reports a wait"""
 MAX_INTERVAL_S = 60.0
+COMMAND_START = "PACS_COMMAND_START"
+"""Environment variable of a command's ranks: when it started, on the clock `time.monotonic`, s"""
+_START_S = 30.0
+"""Seconds after the start of a command in which its first notice comes early"""
 NOT_RUN = 127
 """Exit status of `try_program` for a program that did not run, as in a shell"""
 _open = threading.local()
 """The thread's open blocks of `report_wait`, outermost first, as `stack`"""
+_command: dict[str, float] = {}
+"""`start`: when the command started, until its first notice"""
+
+
+@contextlib.contextmanager
+def first_word_in_time() -> Iterator[None]:
+    """Inside the block, the first notice comes NOTICE_S after the start of the command: several
+    short waits may come before the one that it reports.
+    """
+    _command["start"] = command_start()
+    try:
+        yield
+    finally:
+        _command.pop("start", None)
+
+
+def command_start() -> float:
+    """When this process, or the command that started it as a rank, has started.
+
+    On the clock `time.monotonic`, which all processes of a host share, in seconds.
+    """
+    given = os.environ.get(COMMAND_START)
+    return time.monotonic() - age_s() if given is None else float(given)
+
+
+def _first_notice_s(start: float) -> float:
+    """Seconds from the start of a wait to its first report."""
+    command = _command.get("start")
+    if command is None or start - command > _START_S:
+        return NOTICE_S
+    return max(NOTICE_S / 4, NOTICE_S - (start - command))
 
 
 def next_notice_s(waited_s: float) -> float:
@@ -61,7 +99,7 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
     stack.append((done, start))
 
     def report() -> None:
-        interval = NOTICE_S
+        interval = _first_notice_s(start)
         while not done.wait(interval):
             waited = time.monotonic() - start
             interval = next_notice_s(waited)
@@ -69,6 +107,7 @@ def report_wait(reason: str | Callable[[], str]) -> Iterator[None]:
             for innermost, since in stack[-1:]:  # empty if the block ends just now
                 is_short = time.monotonic() - since < NOTICE_S / 2
                 if text and (innermost is done or is_short):
+                    _command.pop("start", None)
                     logger.warning("waiting %s: %.0f s", text, waited)
 
     thread = threading.Thread(target=report, name="report wait", daemon=True)

@@ -29,7 +29,7 @@ from pacs_megatron.runtime.environment import check_apex, hide_gpus
 from pacs_megatron.runtime.files import write_atomically
 from pacs_megatron.runtime.processes import AGENT_PID, die_with_parent
 from pacs_megatron.runtime.run_lock import FolderInUseError, RunLock
-from pacs_megatron.runtime.waiting import report_wait
+from pacs_megatron.runtime.waiting import first_word_in_time, report_wait
 from pacs_megatron.training.signals import STOP_FILE, StopFlag
 
 # The name is `__main__` under torchrun, whose INFO is not logged.
@@ -60,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         loaded = load_config(Path(arguments[0]), arguments[1:])
         run_dir = folders.run_folder(loaded)
-        code = _run(loaded, run_dir)
+        with first_word_in_time():
+            code = _run(loaded, run_dir)
     except PacsError as error:
         logger.debug("%s", traceback.format_exc())
         _print_error(error, is_first)

@@ -4,6 +4,7 @@ environment gets.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -192,6 +193,17 @@ def test_every_call_of_pip_gets_the_users_arguments(checkout: Path) -> None:
     install(checkout, "gpu", PIP_ARGS="--index-url https://mirror.example/simple")
     calls = [line for line in log(checkout).splitlines() if " -e ." not in line]
     assert len(calls) == 4 and all("--index-url https://mirror.example" in call for call in calls)
+
+
+def test_every_quiet_call_that_takes_long_reports_its_wait() -> None:
+    script = (ROOT / "tools" / "install.sh").read_text().replace("\\\n", " ")
+    found = 0
+    for line in script.splitlines():
+        is_long = re.search(r"-m (pip (install -q|check)|venv)|import sgl_kernel", line)
+        if is_long and not line.lstrip().startswith("#"):
+            found += 1
+            assert "with_time" in line, line
+    assert found >= 8
 
 
 def test_a_long_wait_is_reported_and_keeps_the_exit_code(tmp_path: Path) -> None:

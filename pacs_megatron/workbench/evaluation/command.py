@@ -29,7 +29,7 @@ from pacs_megatron.data.notices import check_dropped, notices
 from pacs_megatron.errors import CheckpointError, ConfigError, RewardError
 from pacs_megatron.models import load_spec, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
-from pacs_megatron.observability.logs import setup_logging
+from pacs_megatron.observability.logs import setup_command_logging
 from pacs_megatron.observability.progress import Progress
 from pacs_megatron.rewards.custom import file_digests
 from pacs_megatron.rewards.labels import check_failures
@@ -94,7 +94,7 @@ def run_eval(
     Raises:
         PacsError: the configuration, a model, the sampler or the reward failed.
     """
-    setup_logging(None, 0)
+    setup_command_logging()
     models: list[str] = []
     all_overrides = list(overrides)
     for word in model:

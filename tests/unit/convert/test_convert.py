@@ -292,7 +292,7 @@ def test_a_bad_source_is_one_line_a_code_and_no_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A handler set up here would keep this test's stderr for the whole session.
-    monkeypatch.setattr("pacs_megatron.observability.logs.setup_logging", lambda *_: None)
+    monkeypatch.setattr("pacs_megatron.observability.logs.setup_command_logging", lambda: None)
     hf = shutil.copytree(tiny_qwen3, tmp_path / "hf")
     damage, words = SOURCE_FAULTS[fault]
     damage(hf)

@@ -16,7 +16,7 @@ def main(folder: Path, mode: str) -> int:
         signal.signal(number, lambda *_: stopped.append(1))
     (folder / f"started_{rank}").write_text(
         f"{os.getpid()} {os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} "
-        f"{os.environ['OMP_NUM_THREADS']}"
+        f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('PACS_COMMAND_START')}"
     )
     if mode == "listen":
         import psutil

@@ -56,6 +56,7 @@ def test_ranks_end_well(tmp_path: Path, handler: signal.Handlers) -> None:
     words = (tmp_path / "started_1").read_text().split()
     assert words[1:3] == ["2", "127.0.0.1"]
     assert int(words[3]) >= 1
+    assert abs(float(words[4]) - waiting.command_start()) < 5  # of this process, not of the rank's
     assert_gone(tmp_path)
 
 

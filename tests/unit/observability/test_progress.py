@@ -16,7 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from pacs_megatron.observability.logs import PROGRESS_LOGGER, LineFormatter, setup_logging
+from pacs_megatron.observability.logs import (
+    PROGRESS_LOGGER,
+    LineFormatter,
+    setup_command_logging,
+    setup_logging,
+)
 from pacs_megatron.observability.progress import (
     Progress,
     format_value,
@@ -244,6 +249,14 @@ def test_a_message_cannot_forge_a_line_or_move_the_cursor() -> None:
     )
     text = LineFormatter(3).format(record)
     assert text.endswith(r"[rank 3] INFO a\nb\x1b[2K\r\u2028c\x85d\u202ee")
+
+
+def test_a_command_prints_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_command_logging()
+    logging.getLogger("pacs_megatron.x").warning("waiting for a\x1b[2K: %d s", 4)
+    logging.getLogger("pacs_megatron.x").info("written")
+    logging.getLogger("elsewhere").info("chatter")
+    assert capsys.readouterr().err == "waiting for a\\x1b[2K: 4 s\nwritten\n"
 
 
 def test_other_ranks_only_warn_on_the_console_but_log_all_to_their_file(tmp_path: Path) -> None:

@@ -9,11 +9,18 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import pacs_megatron
 from pacs_megatron.runtime import waiting
 from pacs_megatron.runtime.waiting import report_wait, run_program
+
+
+def test_the_start_of_a_command_is_that_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(waiting.COMMAND_START, raising=False)
+    started = time.time() - (time.monotonic() - waiting.command_start())
+    assert abs(started - psutil.Process().create_time()) < 5
 
 
 def test_a_long_wait_is_reported(
@@ -49,6 +56,39 @@ def test_the_times_of_the_reports(
     assert [record.getMessage() for record in caplog.records] == [
         f"waiting for 4 ranks: {seconds} s" for seconds in (*range(4, 65, 5), 124, 184)
     ]
+
+
+@pytest.mark.parametrize(("start", "first"), [(97.0, 1), (98.0, 2), (90.0, 1), (60.0, 4)], ids=str)
+def test_the_first_notice_of_a_command_counts_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: float, first: int
+) -> None:
+    """Imports and short waits come before; only the first notice is early, and only at the start.
+
+    With a clock that only the reports' own waits move.
+    """
+    now = [100.0]
+    finished = threading.Event()
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            now[0] += timeout
+            if len(caplog.records) == 2:
+                finished.set()
+            return len(caplog.records) == 2
+
+    monkeypatch.setenv(waiting.COMMAND_START, str(start))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(waiting, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
+    with waiting.first_word_in_time():
+        with report_wait("for 4 ranks"):
+            assert finished.wait(600)
+        assert caplog.records[0].getMessage() == f"waiting for 4 ranks: {first} s"
+        finished.clear()
+        caplog.clear()
+        with report_wait("for the driver"):
+            assert finished.wait(600)
+    assert caplog.records[0].getMessage() == "waiting for the driver: 4 s"
 
 
 def test_a_report_at_the_end_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
