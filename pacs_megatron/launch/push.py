@@ -15,6 +15,7 @@ from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.certified import CERTIFICATE_FILE
 from pacs_megatron.observability.charts import Chart, Series
+from pacs_megatron.observability.metric_words import words_of
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.picture import picture
 from pacs_megatron.runtime.environment import check_secret
@@ -103,13 +104,13 @@ def card_files(run_dir: Path, repository: str) -> dict[str, bytes]:
 
 def _charts(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """The reward, and the pass rate of each benchmark, as far as the run has them."""
-    titles = {"reward/mean": "mean reward"}
-    titles |= {key: f"{name}: pass@1" for key, name in _benchmarks(rows).items()}
     charts = []
-    for key, title in titles.items():
+    for key in ("reward/mean", *_benchmarks(rows)):
         points = [(row["step"], float(row[key])) for row in rows if row.get(key) is not None]
         if points:
-            charts.append(Chart(title=title, series=[Series(name=title, points=points)]))
+            title, unit = words_of(key)
+            series = [Series(name=title, points=points)]
+            charts.append(Chart(title=title, series=series, note=unit))
     return charts
 
 

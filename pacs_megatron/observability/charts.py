@@ -83,6 +83,8 @@ class Chart:
     series: Sequence[Series]
     note: str = ""
     """the unit or the denominator"""
+    keys: str = ""
+    """the keys of the metrics that it shows, as in metrics.jsonl"""
     x: str = "step"
     may_be_log: bool = False
     """the axis is logarithmic if the values span more than a factor of 50"""
@@ -122,11 +124,12 @@ def line_chart(chart: Chart) -> str:
     fits_axis = len(chart.note) <= _MAX_AXIS_TITLE
     y_title = chart.note if fits_axis else ""
     note = "" if fits_axis else f"<small>{escape(chart.note)}</small>"
+    keys = f"<code>{escape(chart.keys)}</code>" if chart.keys else ""
     output = f"<output>{latest[0][1]}</output>" if len(latest) == 1 else ""
     legend = _legend(latest) if len(latest) > 1 else ""
     data = _hover_data(chart, x_axis, first, last)
     return (
-        f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}</span>{output}'
+        f'<figure class="chart"><figcaption><span>{escape(chart.title)} {note}{keys}</span>{output}'
         f'</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(label)}">{_grid(x_axis, y_axis, chart.x, y_title)}'
         f"{''.join(curves)}"

@@ -78,6 +78,8 @@ figure{margin:0;padding:10px 12px 8px;position:relative;min-width:0}
 figcaption{display:flex;justify-content:space-between;gap:10px;
 font-weight:600;font-size:.92rem;margin-bottom:4px}
 figcaption small{color:var(--soft);font-weight:400}
+figcaption code{display:block;color:var(--soft);font-weight:400;font-size:.75rem;
+overflow-wrap:anywhere}
 figcaption output{font-variant-numeric:tabular-nums}
 svg{display:block;width:100%;height:auto;touch-action:pan-y}
 svg text{font:11px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}

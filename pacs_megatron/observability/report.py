@@ -14,7 +14,7 @@ from pacs_megatron.config.yaml_tree import read_yaml
 from pacs_megatron.errors import DataError
 from pacs_megatron.objectives.registry import REGISTRY
 from pacs_megatron.observability.charts import MEANS_FROM, Chart, Series, format_number, line_chart
-from pacs_megatron.observability.metric_words import in_words
+from pacs_megatron.observability.metric_words import words_of
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.observability.rank_times import read_rank_times, waits_of
@@ -129,12 +129,10 @@ def _tiles(rows: Rows) -> str:
     for key in ["reward/mean", *_pass_keys(all_keys)]:
         values = _values(rows, key)
         if values:
-            label = key.removeprefix("eval/").replace("/", " ")
-            if key == "reward/mean":
-                label = "reward"
+            label = words_of(key).title
             ends = _window_means(values)
             if key == "reward/mean" and len(ends) > 1:
-                label = f"reward, mean of {_window_of(values)} steps"
+                label = f"{label}, mean of {_window_of(values)} steps"
             tiles.append((label, " → ".join(f"{value:.2f}" for value in ends)))
 
     rates = _values(rows, "tokens_per_s")
@@ -182,15 +180,15 @@ def _sections(rows: Rows) -> Iterator[tuple[str, list[str]]]:
     charts = _Charts(rows)
     yield (
         "Learning",
-        charts.draw("reward", ["reward/mean"], "mean over samples")
+        charts.draw_key("reward/mean")
         + charts.draw_pass_rates()
-        + charts.draw("distance to the label", ["pacs/residual_mean"], "mean |σ(ψ) − y|"),
+        + charts.draw_key("pacs/residual_mean"),
     )
     yield (
         "Optimization",
-        charts.draw("loss", ["objective/loss"], "objective of the mini-batches")
-        + charts.draw("gradient norm", ["optimizer/grad_norm"], "before clipping", may_be_log=True)
-        + charts.draw("entropy", ["policy/entropy"], "nats a token"),
+        charts.draw_key("objective/loss")
+        + charts.draw_key("optimizer/grad_norm", may_be_log=True)
+        + charts.draw_key("policy/entropy"),
     )
     yield (
         "Responses",
@@ -210,14 +208,13 @@ def _sections(rows: Rows) -> Iterator[tuple[str, list[str]]]:
         "Critic",
         charts.draw("values and returns", values, "mean over tokens") + charts.draw_each("critic/"),
     )
-    mfu = ["speed/mfu", "speed/step_mfu"]
     yield (
         "Time",
         charts.draw_phases()
-        + charts.draw("tokens/s", ["tokens_per_s"])
-        + charts.draw("tokens/s a GPU", ["speed/tokens_per_s_per_gpu"])
-        + charts.draw("TFLOP/s a GPU", ["speed/tflops_per_gpu"], "in log-prob passes and updates")
-        + charts.draw("MFU", mfu, "share of the bf16 peak: of training, of the step"),
+        + charts.draw_key("tokens_per_s")
+        + charts.draw_each("speed/tokens_per_s_per_gpu")
+        + charts.draw_each("speed/tflops_per_gpu")
+        + charts.draw("MFU", ["speed/mfu", "speed/step_mfu"], "share of the bf16 peak"),
     )
     yield _OTHER, charts.draw_each("")
 
@@ -263,37 +260,50 @@ class _Charts:
         """The keys that no chart shows yet."""
         return sorted(key for key in self._undrawn if key.startswith(prefix))
 
-    def draw(
-        self, title: str, keys: Iterable[str], note: str = "", *, may_be_log: bool = False
-    ) -> list[str]:
+    def draw(self, title: str, keys: Iterable[str], note: str = "") -> list[str]:
         """One chart with those of `keys` that no chart shows yet.
 
         Args:
-            title: Title of the chart.
+            title: Title of the chart, if it has several curves.
             keys: Keys of the metrics, each one a curve.
             note: Unit or denominator, beside the title.
-            may_be_log: The axis may be logarithmic.
 
         Returns:
             The chart, or an empty list if there is no such key.
         """
         present = [key for key in keys if key in self._undrawn]
+        if len(present) == 1:
+            return self.draw_key(present[0])
         if not present:
             return []
         self._undrawn.difference_update(present)
 
-        names = _short_names(present) if len(present) > 1 else present
         series = [
             Series(name=name, points=_points(self._rows, key))
-            for name, key in zip(names, present, strict=True)
+            for name, key in zip(_short_names(present), present, strict=True)
         ]
-        return [line_chart(Chart(title=title, series=series, note=note, may_be_log=may_be_log))]
+        return [line_chart(Chart(title=title, series=series, note=note, keys=", ".join(present)))]
+
+    def draw_key(self, key: str, *, may_be_log: bool = False) -> list[str]:
+        """The chart of one metric; an empty list if it has no value, or a chart shows it already.
+
+        Args:
+            key: Key of the metric.
+            may_be_log: The axis may be logarithmic.
+        """
+        if key not in self._undrawn:
+            return []
+        self._undrawn.remove(key)
+        title, unit = words_of(key)
+        series = [Series(name=title, points=_points(self._rows, key))]
+        chart = Chart(title=title, series=series, note=unit, keys=key, may_be_log=may_be_log)
+        return [line_chart(chart)]
 
     def draw_each(self, prefix: str) -> list[str]:
         """A chart of each key with this prefix that no chart shows yet."""
         charts: list[str] = []
         for key in self.keys(prefix):
-            charts += self.draw(in_words(key), [key], key)
+            charts += self.draw_key(key)
         return charts
 
     def draw_pass_rates(self) -> list[str]:
@@ -303,7 +313,8 @@ class _Charts:
         for benchmark, group in itertools.groupby(keys, key=_benchmark_of):
             series = [self._pass_rate(key) for key in group]
             title = benchmark.removeprefix("eval/")
-            chart = Chart(title=title, series=series, note="pass@k ± standard error")
+            shown = f"{benchmark}/pass@k"
+            chart = Chart(title=title, series=series, note="pass@k ± standard error", keys=shown)
             charts.append(line_chart(chart))
         return charts
 
@@ -346,7 +357,11 @@ class _Charts:
             for name in longest_first
         ]
         chart = Chart(
-            title="time of each phase", series=series, note="seconds a step", is_stacked=True
+            title="time of each phase",
+            series=series,
+            note="seconds a step",
+            keys="time/<phase>_s",
+            is_stacked=True,
         )
         return [line_chart(chart)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pacs_megatron.config.schema import LoggingOptions, WandbOptions
 from pacs_megatron.errors import ConfigError
+from pacs_megatron.observability.metric_words import words_of
 from pacs_megatron.observability.metrics import MetricValue
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.environment import check_secret
@@ -33,10 +34,12 @@ class TensorBoardWriter(Closing):
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         # Imported here because the import takes most of a second.
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._pb = event_pb2
+        self._summary_pb = summary_pb2
+        self._described: set[str] = set()
         self._folder = run_dir / TENSORBOARD_FOLDER
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         with naming(self._folder):
@@ -47,14 +50,26 @@ class TensorBoardWriter(Closing):
             self._writer.flush()
 
     def write(self, row: Mapping[str, MetricValue]) -> None:
-        """Writes one scalar per key, without nulls."""
+        """Writes one scalar per key, without nulls; with the first one, the report's title and unit
+        of the metric.
+        """
         event = self._pb.Event(wall_time=time.time(), step=int(row["step"] or 0))
         for key, value in row.items():
             if key != "step" and value is not None:
-                event.summary.value.add(tag=key, simple_value=float(value))
+                event.summary.value.add(
+                    tag=key, simple_value=float(value), metadata=self._metadata(key)
+                )
         with naming(self._folder):
             self._writer.add_event(event)
             self._writer.flush()
+
+    def _metadata(self, key: str) -> Any:
+        """The words of the report for a metric; None after its first value of this process."""
+        if key in self._described:
+            return None
+        self._described.add(key)
+        title, unit = words_of(key)
+        return self._summary_pb.SummaryMetadata(display_name=title, summary_description=unit)
 
     def close(self) -> None:
         self._writer.close()

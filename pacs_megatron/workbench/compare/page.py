@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from pacs_megatron.observability.charts import Chart, Series, line_chart
+from pacs_megatron.observability.metric_words import words_of
 from pacs_megatron.observability.page import page, safe_text
 from pacs_megatron.workbench.compare.compare import THRESHOLDS, Method, Run, RunComparison
 
-_CURVES = (
-    ("reward/mean", "reward", "mean over samples"),
-    ("policy/entropy", "entropy", "nats a token"),
-    ("policy/entropy_step_start", "entropy at the step's start", "nats a token, all responses"),
-    ("optimizer/grad_norm", "gradient norm", "before clipping"),
-    ("response/len_mean", "response length", "tokens"),
+_TRAINING = (
+    "policy/entropy",
+    "policy/entropy_step_start",
+    "optimizer/grad_norm",
+    "response/len_mean",
 )
+"""Metrics with a chart, beside the scores and the reward"""
 _MAX_COST_CHARTS = 4
 Points = dict[int, list[tuple[float, float]]]
 """Step or k -> (x value, value) of each run that has it"""
@@ -160,20 +161,20 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _sections(comparison: RunComparison) -> Iterator[tuple[str, list[Chart]]]:
     """(heading, charts) of each section of the page."""
     methods = comparison.methods
-    learning = [(f"eval/{task}/pass@1", task, "pass@1") for task in comparison.tasks]
-    learning.append(_CURVES[0])
-    yield "Learning", [_curves(methods, *curve) for curve in learning]
+    learning = [f"eval/{task}/pass@1" for task in comparison.tasks]
+    learning.append("reward/mean")
+    yield "Learning", [_curves(methods, key) for key in learning]
 
     charts = [_pass_at_k(methods, task) for task in comparison.tasks]
     yield "pass@k", [chart for chart in charts if _has_a_curve(chart)]
 
     by_cost = []
-    for key, title, note in learning[:_MAX_COST_CHARTS]:
+    for key in learning[:_MAX_COST_CHARTS]:
         for x in ("seconds", "tokens"):
-            by_cost.append(_curves(methods, key, f"{title} by {x}", note, x))
+            by_cost.append(_curves(methods, key, x))
     yield "Wall-clock and tokens", by_cost
 
-    yield "Training", [_curves(methods, *curve) for curve in _CURVES[1:]]
+    yield "Training", [_curves(methods, key) for key in _TRAINING]
     yield "Profiles", [_profile(methods)]
 
 
@@ -194,7 +195,7 @@ def _profile(methods: Sequence[Method]) -> Chart:
     return Chart(title="performance profile", series=series, note=note, x="score %")
 
 
-def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str = "step") -> Chart:
+def _curves(methods: Sequence[Method], key: str, x: str = "step") -> Chart:
     """The metric `key` of each method: mean over the seeds that have the step, standard error.
 
     Over seconds or tokens a curve has only the steps that all seeds have: a seed that ends early
@@ -211,7 +212,10 @@ def _curves(methods: Sequence[Method], key: str, title: str, note: str, x: str =
             num_seeds = max(map(len, points.values()), default=0)
             points = {step: pairs for step, pairs in points.items() if len(pairs) == num_seeds}
         series += _series(method, points)
-    return Chart(title=title, series=series, note=note, x=x)
+    title, unit = words_of(key)
+    if x != "step":
+        title = f"{title} by {x}"
+    return Chart(title=title, series=series, note=unit, keys=key, x=x)
 
 
 def _places(run: Run, x: str) -> Sequence[float]:
@@ -250,7 +254,7 @@ def _pass_at_k(methods: Sequence[Method], task: str) -> Chart:
                 if score is not None:
                     points.setdefault(k, []).append((k, score))
         series += _series(method, points)
-    return Chart(title=task, series=series, note="pass@k", x="k")
+    return Chart(title=task, series=series, note="pass@k", keys=f"{prefix}k", x="k")
 
 
 def _ks_of(run: Run, prefix: str) -> list[int]:

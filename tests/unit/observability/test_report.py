@@ -59,6 +59,11 @@ def test_report_has_every_curve(tmp_path: Path) -> None:
     for title in titles:
         assert title in page.text, title
     assert page.count("figure") == len(titles)
+    for row in rows:
+        for key in row:
+            group = key if "pass@" not in key else "eval/toy/pass@k"
+            is_shown = key == "step" or re.fullmatch("time/[a-z]+_s", key)
+            assert is_shown or group in page.text, "the key of each chart, as in TensorBoard"
     labels = [attrs["aria-label"] or "" for tag, attrs in page.elements if tag == "svg"]
     assert "toy: pass@1 0.9, pass@8 1" in labels
     assert "time of each phase: update 2, rollout 1, other 0.5" in labels

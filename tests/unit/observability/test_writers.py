@@ -35,6 +35,19 @@ def test_values_are_written_without_nulls(tmp_path: Path) -> None:
         scalars(tmp_path, "x")
 
 
+def test_tensorboard_shows_the_titles_and_units_of_the_report(tmp_path: Path) -> None:
+    for step in (1, 2):  # the second one is a resumed run
+        writer = TensorBoardWriter(tmp_path, first_step=step)
+        for at in (step, step + 1):
+            writer.write({"step": at, "optimizer/grad_norm": 0.25, "grpo/clip_frac": 0.5})
+        writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    norm = events.SummaryMetadata("optimizer/grad_norm")
+    assert (norm.display_name, norm.summary_description) == ("gradient norm", "before clipping")
+    assert events.SummaryMetadata("grpo/clip_frac").display_name == "GRPO: clipped share"
+
+
 def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     first = TensorBoardWriter(tmp_path, first_step=1)
     for step in range(1, 8):
