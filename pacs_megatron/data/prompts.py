@@ -125,24 +125,8 @@ def load_prompts(
     Raises:
         DataError: A row or the chat template is malformed, or no prompt is short enough.
     """
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to "
-            "the model folder (an instruction-tuned model of the family has one) or use such a "
-            "model"
-        )
-
-    num_orders = 1
-    limit = data.max_prompt_tokens
-    limit_text = f"data.max_prompt_tokens={data.max_prompt_tokens} tokens"
-    if isinstance(dataset, BenchmarkOptions):
-        num_orders = dataset.choice_orders
-        limit = np.iinfo(np.int32).max if max_tokens is None else max_tokens
-        limit_text = (
-            f"{limit} tokens, the model's context less evaluation.sampling.max_response_tokens"
-        )
-
-    columns = columns_of(dataset)
+    _check_template(tokenizer)
+    limit, limit_text = _limit_of(dataset, data, max_tokens)
     loading = _Loading(
         name=dataset_name(dataset),
         path=dataset.path,
@@ -154,12 +138,7 @@ def load_prompts(
         controls=control_tokens(tokenizer),
     )
     with report_wait(lambda: f"for the prompts of {dataset.path} ({len(loading.prompts)})"):
-        found = read_rows(dataset)
-        rows = []
-        for row in found.used:
-            for order in range(num_orders):
-                problem = problem_of(replace(row, choice_order=order), columns)
-                rows.append((_prompt_id(loading.name, row.index, order), problem))
+        rows, num_filtered = _read_problems(dataset, loading.name)
         for start in range(0, len(rows), _BATCH):
             loading.add(rows[start : start + _BATCH])
 
@@ -178,12 +157,53 @@ def load_prompts(
         prompts=tuple(prompts),
         num_rows=len(rows),
         num_too_long=num_long,
-        num_filtered=found.num_filtered,
+        num_filtered=num_filtered,
         prompt_lens=np.array(loading.prompt_lens, dtype=np.int64),
         limit=limit_text,
         prints_time=loading.prints_time,
         demonstrations=demonstrations,
     )
+
+
+def _check_template(tokenizer: Any) -> None:
+    """Raises DataError without a chat template."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path}: has no chat template; add chat_template.jinja to "
+            "the model folder (an instruction-tuned model of the family has one) or use such a "
+            "model"
+        )
+
+
+def _limit_of(
+    dataset: DatasetOptions, data: DataOptions, max_tokens: int | None
+) -> tuple[int, str]:
+    """The limit of the prompts' length, tokens, and its text for messages; `load_prompts` has the
+    arguments.
+    """
+    if not isinstance(dataset, BenchmarkOptions):
+        return (
+            data.max_prompt_tokens,
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens",
+        )
+    limit = np.iinfo(np.int32).max if max_tokens is None else max_tokens
+    text = f"{limit} tokens, the model's context less evaluation.sampling.max_response_tokens"
+    return limit, text
+
+
+def _read_problems(dataset: DatasetOptions, name: str) -> tuple[list[tuple[str, Problem]], int]:
+    """The problems of a data set with their prompt ids, and the number of rows before them that its
+    `where` leaves out. Raises DataError.
+    """
+    num_orders = dataset.choice_orders if isinstance(dataset, BenchmarkOptions) else 1
+    columns = columns_of(dataset)
+    found = read_rows(dataset)
+    problems = []
+    for row in found.used:
+        for order in range(num_orders):
+            problem = problem_of(replace(row, choice_order=order), columns)
+            problems.append((_prompt_id(name, row.index, order), problem))
+    return problems, found.num_filtered
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,7 +130,8 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
             lines += shared_notices(prompt_set, train[:number])
             lines += _share(config.data, number)
         lines += _error_of_a_run(prompt_set, config.data)
-        texts.append(render(prompt_set, dataset.path, unverified, rows, lines))
+        shown_rows = [_row_lines(prompt_set, each, tokenizer) for each in prompt_set.prompts[:rows]]
+        texts.append("\n".join([render(prompt_set, dataset.path, unverified, lines), *shown_rows]))
     return "\n\n".join(texts)
 
 
@@ -161,16 +162,14 @@ def render(
     prompt_set: PromptSet,
     path: str,
     unverified: Sequence[Unverified] | None,
-    rows: int,
     notice_lines: Sequence[str] = (),
 ) -> str:
-    """One data set as text.
+    """The properties of one data set as text.
 
     Args:
         prompt_set: the data set.
         path: as configured.
         unverified: None without a reward.
-        rows: number of prompts to print.
         notice_lines: properties of the data set.
     """
     lengths = np.array([len(prompt.token_ids) for prompt in prompt_set.prompts])
@@ -199,11 +198,18 @@ def render(
     lines.extend(f"  {line}" for line in notice_lines)
     if unverified is not None:
         lines.extend(_unverified_lines(unverified, len(lengths)))
+    return "\n".join(lines)
 
-    for prompt in prompt_set.prompts[:rows]:
-        extra = f", extra {shown(prompt.extra, 300)}" if prompt.extra else ""
-        lines.append(f"  --- {prompt.id}, answer {prompt.answer!r}{extra}")
-        lines.extend(f"  | {line}" for line in prompt.text.splitlines())
+
+def _row_lines(prompt_set: PromptSet, prompt: Prompt, tokenizer: Any) -> str:
+    """A prompt, and the demonstration that is trained after it, as the model reads them."""
+    extra = f", extra {shown(prompt.extra, 300)}" if prompt.extra else ""
+    lines = [f"  --- {prompt.id}, answer {prompt.answer!r}{extra}"]
+    lines.extend(f"  | {line}" for line in prompt.text.splitlines())
+    if prompt_set.demonstrations is not None:
+        text = tokenizer.decode(prompt_set.demonstrations.token_ids[prompt.id])
+        lines.append("  --- its demonstration, which is trained")
+        lines.extend(f"  | {line}" for line in text.splitlines())
     return "\n".join(lines)
 
 

@@ -108,14 +108,14 @@ def test_counts_lengths_and_reasons(tmp_path, tokenizer):
         ("gsm8k/2", "-4", f"reward.function={file}:judge raised ValueError: broke", True),
     ]
     low, middle, high = sorted(len(prompt.token_ids) for prompt in found.prompts)
-    text = render(found, "gsm8k.jsonl", unverified, rows=1)
+    text = render(found, "gsm8k.jsonl", unverified)
     assert "(gsm8k.jsonl): 3 rows, 3 kept, 0 too long" in text
     assert (
         f"min {low}, mean {(low + middle + high) / 3:.1f}, median {middle}, 95 % " in text
         and f"max {high}" in text
     )
-    assert "verify against themselves: 1 of 3" in text and text.count("  --- gsm8k/") == 1
-    assert "verify" not in render(found, "gsm8k.jsonl", None, rows=1)
+    assert "verify against themselves: 1 of 3" in text
+    assert "verify" not in render(found, "gsm8k.jsonl", None)
 
 
 def test_the_preview_of_a_run_shows_what_it_drops_and_repeats(tmp_path):
@@ -135,10 +135,13 @@ def test_the_preview_of_a_run_shows_what_it_drops_and_repeats(tmp_path):
         f"evaluation={{benchmarks: [{{path: '{tmp_path}/train.jsonl', name: same, {columns}}}], "
         "sampling: {max_response_tokens: 4}}",
     )
-    train, benchmark = preview_text(path, overrides, rows=0).split("\n\n")
+    train, benchmark = preview_text(path, overrides, rows=1).split("\n\n")
     assert "10 rows, 7 kept, 0 prompts and 3 demonstrations too long" in train
     assert "demonstration tokens: min 2, mean 6.5, median 6, 95 % 10, max 11, limit 8" in train
     assert "a run ends with this error: train: 3 of 10 rows are dropped" in train
+    assert train.count("  --- train/") == 1 and "  --- train/0, answer '9'\n" in train
+    assert train.endswith("  --- its demonstration, which is trained\n  | x<|im_end|>")
+    assert benchmark.count("  --- same/") == 1 and "its demonstration" not in benchmark
     assert "same: 9 of 10 problems are in the training data train too" in benchmark
     assert "same: 2 of 10 prompts repeat an earlier one" in benchmark
 
