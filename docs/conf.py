@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import reference  # noqa: E402
+import tables  # noqa: E402
 
 project = "pacs-megatron"
 extensions = ["myst_parser"]
@@ -24,6 +25,8 @@ root_doc = "docs/README"
 html_theme = "furo"
 html_title = project
 html_show_copyright = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 4
 nitpicky = True
 
@@ -89,6 +92,14 @@ def _page_names(paths: Iterable[Path]) -> list[str]:
     return [str(path.relative_to(HERE)) for path in sorted(paths)]
 
 
+def add_titles(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _tree: object
+) -> None:
+    """The cells of tables have the titles of their columns, for narrow screens."""
+    if "body" in context:
+        context["body"] = tables.with_titles(context["body"])
+
+
 def write_index(app: Sphinx, failure: Exception | None) -> None:
     """The address of the site's folder shows the overview."""
     if failure is None:
@@ -99,5 +110,6 @@ def write_index(app: Sphinx, failure: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("source-read", add_generated_text)
+    app.connect("html-page-context", add_titles)
     app.connect("build-finished", write_index)
     return {"parallel_read_safe": True}
