@@ -59,13 +59,16 @@ def shown(value: object, limit: int = 60) -> str:
 def did_you_mean(word: str, names: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The end of a message about an unknown name: `; did you mean X?`, empty without a like one.
 
+    Capitals do not matter.
+
     Args:
         word: The unknown name.
         names: The known ones.
         cutoff: Least similarity, 0 to 1.
     """
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_letters = {name.casefold(): name for name in names if name != word}
+    close = difflib.get_close_matches(word.casefold(), list(by_letters), n=1, cutoff=cutoff)
+    return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 
 class PacsError(Exception):

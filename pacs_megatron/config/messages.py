@@ -321,7 +321,11 @@ def _type_advice(detail: Detail) -> str:
         return ", not text; write true or false"
     if kind in ("int_type", "float_type") and isinstance(detail["input"], str):
         example = "8192" if kind == "int_type" else "0.7 or 1e-6"
-        return f", not text; write a plain value without quotes and units, such as {example}"
+        odd = [letter for letter in detail["input"] if not letter.isascii()]
+        letters = f" ({odd[0]} is the letter U+{ord(odd[0]):04X})" if odd else ""
+        return (
+            f", not text{letters}; write a plain value without quotes and units, such as {example}"
+        )
     if kind == "string_type":
         return "; put it in quotes"
     if kind == "tuple_type":

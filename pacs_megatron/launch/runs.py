@@ -31,6 +31,7 @@ from pacs_megatron.runtime.run_folder import (
     HEARTBEAT_FOLDER,
     METRICS_FILE,
     PROMPTS_FILE,
+    near_run,
     read_exit_code,
 )
 from pacs_megatron.runtime.run_lock import LOCK_FILE, RunLock, last_lease, lock_owner
@@ -47,7 +48,7 @@ def _check(run_dir: Path) -> None:
     if not (run_dir / "config.yaml").is_file() and not (run_dir / "logs").is_dir():
         raise ConfigError(
             f"{run_dir} has neither config.yaml nor logs/; give a run folder, such as "
-            "runs/quickstart"
+            f"runs/quickstart{near_run(run_dir)}"
         )
 
 
@@ -371,7 +372,7 @@ def export(
     if newest is None:
         raise ConfigError(
             f"{run_dir} has no checkpoint of a completed step in {CHECKPOINTS_FOLDER}/; give the "
-            "folder of a run with one"
+            f"folder of a run with one{near_run(run_dir)}"
         )
     chosen = Position(newest if step is None else step)
     folder = run_dir / CHECKPOINTS_FOLDER / chosen.name

@@ -7,12 +7,14 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron import __version__
 from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.load import leaves
+from pacs_megatron.config.text import near_file
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.environment import PACKAGES, installed
 from pacs_megatron.runtime.files import Fields, json_line, naming, read_rows, write_atomically
@@ -47,6 +49,8 @@ _FOLDERS = (
     PROFILE_FOLDER,
 )
 
+_MAX_NAMES = 5
+"""Names of runs in a message"""
 FIXED_KEYS = (
     "run.seed",
     "model.path",
@@ -111,6 +115,12 @@ def check_run_folder(run_dir: Path) -> None:
             raise ConfigError(
                 f"{path} is a link, not a file of the run; remove it, or choose another run.name"
             )
+
+
+def near_run(path: Path) -> str:
+    """The end of a message about a folder that is not of a run: the runs in it, or a like name."""
+    names = [file.parent.name for file in islice(sorted(path.glob(f"*/{CONFIG_FILE}")), _MAX_NAMES)]
+    return f"; it has the runs {', '.join(names)}" if names else near_file(path)
 
 
 def changed_since(loaded: LoadedConfig, run_dir: Path) -> list[str]:

@@ -5,6 +5,7 @@ locks.
 import os
 from pathlib import Path
 
+from pacs_megatron.config.text import near_file
 from pacs_megatron.errors import ConfigError, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
@@ -37,9 +38,10 @@ def run_file(text: str, kind: str = "runs") -> Path:
     file = folder / f"{text}.yaml"
     if not file.is_file():
         names = sorted(shipped.stem for shipped in folder.glob("*.yaml"))
+        near = near_file(path) or did_you_mean(text, names)
         raise ConfigError(
-            f"{text}: neither a file nor a shipped configuration; give a path or one of "
-            f"{', '.join(names)}{did_you_mean(text, names)}"
+            f"{text}: neither a file nor a shipped configuration{near or ';'} give a path or one "
+            f"of {', '.join(names)}"
         )
     return file
 

@@ -289,15 +289,33 @@ def test_a_usage_error_is_one_line(
         ("paper table-2 --scale laptopp", "laptop"),
         ("plan pacs-qwen3-8b-1n8g-tp4", "pacs-qwen3-8b-1n8g-tp2"),
         ("submit run.yaml --cluster example-bar", "example-bare"),
+        ("plan run.ymal", "run.yaml"),
+        ("plan rnu.yaml", "run.yaml"),
+        ("config show run.yaml objective.name=GRPO", "grpo"),
+        ("status runs/pcas", "pacs"),
+        ("compare runs/pcas", "pacs"),
+        ("export runs/pcas", "pacs"),
     ],
 )
 def test_an_error_names_the_nearest_word(
     words: str, meant: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("runs/pacs").mkdir(parents=True)
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert f"did you mean {meant}?" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "export", "compare"])
+def test_a_folder_of_runs_is_named_with_its_runs(
+    verb: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.yaml").write_text(BASE)
+    assert main([verb, "runs"]) == 2
+    assert "it has the runs a, b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

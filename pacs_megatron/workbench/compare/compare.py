@@ -19,7 +19,7 @@ from pacs_megatron.errors import DataError
 from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.runtime.files import check_distinct, is_file
 from pacs_megatron.runtime.json_reader import as_object, read_object
-from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE, read_changes
+from pacs_megatron.runtime.run_folder import CONFIG_FILE, METRICS_FILE, near_run, read_changes
 from pacs_megatron.workbench import statistics
 
 THRESHOLDS = tuple(percent / 100 for percent in range(101))
@@ -225,7 +225,7 @@ def _read(folder: Path) -> Run:
     if not rows or not is_file(file):
         raise DataError(
             f"{folder}: no {CONFIG_FILE} with metrics.jsonl; give the folder of a run with at "
-            "least one step"
+            f"least one step{near_run(folder)}"
         )
     config = _leaves(read_yaml(file, str(file)).plain(), "")
     results_file = folder / "eval" / "results.json"

@@ -128,6 +128,10 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
             "(override)",
         ),
         (
+            ["optimizer.lr=1e−4"],
+            "expected a number, not text (− is the letter U+2212); write a plain",
+        ),
+        (
             ["data.train=[{path: a.jsonl, weight: 3}]"],
             "the other files of a mixture belong to data.mix, each with its weight (override)",
         ),
