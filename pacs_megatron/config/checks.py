@@ -169,6 +169,7 @@ _REQUIREMENTS: list[Requirement] = [
     *_all_require(_ADMISSION, "rollout.engine", _SAMPLED),
     ("admission.oversample", "admission.drop_one_class_groups", (True,)),
     ("admission.refill_rounds", "admission.drop_one_class_groups", (True,)),
+    ("admission.resample", "admission.oversample", (1,)),
     ("data.shuffle_labels", "rollout.engine", _SAMPLED),
     ("optimizer.min_lr", "optimizer.schedule", ("linear", "cosine")),
     ("mismatch.score_noise_every", "objective.name", ("pacs",)),

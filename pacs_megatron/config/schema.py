@@ -215,6 +215,27 @@ class ParallelOptions(Options):
 Truncated = Literal["label0", "judge", "drop"]
 
 
+class ResampleOptions(Options):
+    """Further samples of difficult prompts within a step (DARS, arXiv:2508.13755).
+
+    After the samples of a step are judged, a prompt with fewer than half of them correct gets
+    further ones, which join its group.
+    """
+
+    schedule: Literal["equal", "hardness"]
+    """Number of further samples.
+
+    `equal`: every prompt with an accuracy below 1/2 has the same summed advantages; `hardness`: a
+    more difficult one has more, up to twice.
+    """
+    max_samples: PositiveInt = Field(
+        default_factory=lambda options: 32 if options["schedule"] == "equal" else 64
+    )
+    """Largest number of samples of a prompt; default 32, with `hardness` 64."""
+    by_std: bool = False
+    """Count advantages that are divided by the group's standard deviation."""
+
+
 class AdmissionOptions(Options):
     truncated: Truncated = "label0"
     """Handling of truncated responses.
@@ -237,6 +258,9 @@ class AdmissionOptions(Options):
     """Maximum number of refill rounds of a step, with `drop_one_class_groups` (DAPO's dynamic
     sampling). While groups are missing, a round requests `oversample` times as many new prompts.
     """
+
+    resample: ResampleOptions | None = None
+    """Further samples of difficult prompts (DARS); null: none."""
 
     max_idle_steps: PositiveInt | None = 10
     """Number of steps from the start of the run that may train nothing, because all groups are
@@ -798,6 +822,12 @@ class RunConfig(Options):
     @model_validator(mode="after")
     def _check_objective(self) -> RunConfig:
         self.objective.check_updates_per_step(self.batch.num_updates)
+        resample = self.admission.resample
+        if resample is not None and resample.max_samples <= self.batch.samples_per_prompt:
+            raise ValueError(
+                f"admission.resample.max_samples={resample.max_samples} leaves no further samples "
+                f"beside batch.samples_per_prompt={self.batch.samples_per_prompt}; raise it"
+            )
         if self.objective.compares_siblings and self.batch.samples_per_prompt < 2:
             raise ValueError(
                 f"batch.samples_per_prompt={self.batch.samples_per_prompt}: objective "

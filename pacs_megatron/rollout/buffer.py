@@ -125,7 +125,7 @@ class RolloutBuffer:
         self,
         saved: Message,
         prompts: Mapping[str, Prompt],
-        requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
+        requests_of: Callable[[Sequence[Prompt], int, Mapping[str, int]], Sequence[SampleRequest]],
         *,
         judge_again: bool = False,
     ) -> None:
@@ -134,7 +134,8 @@ class RolloutBuffer:
         Args:
             saved: the result of `state`.
             prompts: the data's prompts by id.
-            requests_of: returns the requests of a step's prompts.
+            requests_of: returns the requests of a step's prompts, with further samples by prompt
+                id.
             judge_again: drops the verdicts of steps whose samples no rank has received, so that one
                 reward judges a step.
         """
@@ -204,8 +205,9 @@ class RolloutBuffer:
         rollouts.sampled[sample.id] = sample
         rollouts.judged.add(sample.id)
 
-        # The embedded engine samples all requests at once, so there is nothing to cancel.
-        if rollouts.enough is None or self._engine is None:
+        # The embedded engine samples all requests at once, so there is nothing to cancel. Further
+        # samples belong to admitted groups.
+        if rollouts.enough is None or self._engine is None or rollouts.extra:
             return []
         group = rollouts.whole_group(sample.prompt_id)
         if group is not None and self._admits(group):

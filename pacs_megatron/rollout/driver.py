@@ -38,6 +38,7 @@ from pacs_megatron.rollout.buffer import RolloutBuffer
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
 from pacs_megatron.rollout.requests import evaluation_requests
+from pacs_megatron.rollout.resampling import accuracy_of, num_extra_samples
 from pacs_megatron.rollout.run_prompts import RunPrompts
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
 from pacs_megatron.rollout.step_agents import StepAgents
@@ -300,14 +301,60 @@ class Driver:
         return self._buffer.dispatch(step, last)
 
     def _refill(self, rollouts: StepRollouts) -> list[StepRollouts] | None:
-        """Adds prompts to a judged step with too few admitted groups; see `OpenRequest`."""
-        limit = self._config.admission.refill_rounds
-        if not limit or rollouts.cancelled or rollouts.is_returned:
+        """Adds further samples, then prompts, to a judged step; see `OpenRequest`."""
+        if rollouts.cancelled or rollouts.is_returned:
             return None
+        if not (self._add_samples(rollouts) or self._add_prompts(rollouts)):
+            return None
+        if self._engine is None:
+            return [rollouts]
+        self._buffer.start(rollouts)
+        return []
+
+    def _add_samples(self, rollouts: StepRollouts) -> bool:
+        """Adds further samples of difficult prompts (`admission.resample`); whether there are some.
+
+        A prompt gets them once.
+        """
+        options = self._config.admission.resample
+        if options is None:
+            return False
+
+        extra = {}
+        for prompt in rollouts.prompts:
+            group = None
+            if prompt.id not in rollouts.extra:
+                group = rollouts.whole_group(prompt.id)
+            if group is not None:
+                accuracy = accuracy_of(group.samples)
+                num_samples = self._config.batch.samples_per_prompt
+                extra[prompt.id] = 0
+                if accuracy is not None:
+                    extra[prompt.id] = num_extra_samples(accuracy, num_samples, options)
+
+        known = {request.id for request in rollouts.requests}
+        prompts = [prompt for prompt in rollouts.prompts if extra.get(prompt.id)]
+        requests = self._data.requests(prompts, rollouts.step, extra)
+        requests = [request for request in requests if request.id not in known]
+        rollouts.extend_groups(extra, requests)
+        if requests:
+            logger.info(
+                "step %d: %d further samples of %d difficult prompts",
+                rollouts.step,
+                len(requests),
+                len(prompts),
+            )
+        return bool(requests)
+
+    def _add_prompts(self, rollouts: StepRollouts) -> bool:
+        """Adds prompts to a step with too few admitted groups; whether there are some."""
+        limit = self._config.admission.refill_rounds
+        if not limit:
+            return False
         num_required = self._config.batch.prompts_per_step
         num_admitted = sum(self._results.admits(group) for group in rollouts.groups())
         if num_admitted >= num_required:
-            return None
+            return False
 
         prompts: tuple[Prompt, ...] = ()
         if rollouts.refills < limit:
@@ -318,7 +365,7 @@ class Driver:
             if rollouts.refills >= limit:
                 reason = f"after admission.refill_rounds={limit}"
             logger.warning("%s; it trains on them: %s", shortfall, reason)
-            return None
+            return False
 
         rollouts.extend(prompts, self._data.requests(prompts, rollouts.step))
         logger.info(
@@ -328,10 +375,7 @@ class Driver:
             limit,
             len(prompts),
         )
-        if self._engine is None:
-            return [rollouts]
-        self._buffer.start(rollouts)
-        return []
+        return True
 
     def _abandon(self) -> None:
         """Closes the request without a response.

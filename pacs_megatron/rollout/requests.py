@@ -3,7 +3,7 @@
 A seed depends on the request only, not on the server or on the batch of the sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -20,7 +20,7 @@ _RESERVED_BY_SGLANG = 2
 
 def sample_requests(
     prompts: Sequence[Prompt],
-    samples_per_prompt: int,
+    samples_per_prompt: int | Mapping[str, int],
     sampling: SamplingOptions,
     *,
     run_seed: int,
@@ -31,7 +31,7 @@ def sample_requests(
 
     Args:
         prompts: with unique ids.
-        samples_per_prompt: size of a group.
+        samples_per_prompt: size of a group, of all groups or by prompt id.
         sampling: the parameters of every request.
         run_seed: `run.seed`.
         step: the training step, or the step before the evaluation.
@@ -40,7 +40,10 @@ def sample_requests(
     prefix = f"{step}:" if purpose == "train" else f"{purpose}{step}:"
     requests = []
     for prompt in prompts:
-        for index in range(samples_per_prompt):
+        num_samples = samples_per_prompt
+        if not isinstance(num_samples, int):
+            num_samples = num_samples[prompt.id]
+        for index in range(num_samples):
             request = SampleRequest(
                 id=f"{prefix}{prompt.id}#{index}",
                 prompt_id=prompt.id,

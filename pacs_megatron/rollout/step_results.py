@@ -24,6 +24,7 @@ from pacs_megatron.rollout.admission import Admitted, admit, shuffle_labels
 from pacs_megatron.rollout.agent_metrics import agent_metrics
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.passk import count_problem
+from pacs_megatron.rollout.resampling import is_rescued
 from pacs_megatron.rollout.run_prompts import RunPrompts
 from pacs_megatron.rollout.sample_arrays import Message, write_record
 from pacs_megatron.rollout.step_rollouts import (
@@ -109,6 +110,8 @@ class StepResults:
             metrics["data/repeated_problems"] = float(num_repeated(rollouts.prompts))
         if config.admission.refill_rounds:
             metrics["admission/refills"] = float(rollouts.refills)
+        if config.admission.resample is not None:
+            metrics |= self._resample_metrics(rollouts)
         if max_staleness:
             trained: list[Sample] = []
             for group in groups:
@@ -150,6 +153,15 @@ class StepResults:
         if self._to_write is not None:
             self._to_write()
             self._to_write = None
+
+    def _resample_metrics(self, rollouts: StepRollouts) -> dict[str, float]:
+        """The number of further samples, and of groups that only they made solvable."""
+        num_first = self._config.batch.samples_per_prompt
+        rescued = [is_rescued(group.samples, num_first) for group in rollouts.groups()]
+        return {
+            "admission/extra_samples": float(sum(rollouts.extra.values())),
+            "admission/rescued_groups": float(sum(rescued)),
+        }
 
     def _admit(self, rollouts: StepRollouts, staleness: dict[str, int]) -> Admitted:
         max_staleness = self._config.rollout.steps_ahead

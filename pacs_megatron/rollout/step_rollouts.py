@@ -40,6 +40,10 @@ class StepRollouts:
     enough: int | None = None
     """number of admitted groups that the step needs; None: all groups"""
     refills: int = 0
+    extra: dict[str, int] = field(default_factory=dict)
+    """prompt id -> number of its further samples, of prompts whose number is decided
+    (`admission.resample`)
+    """
     is_returned: bool = False
     """whether the prompts of unfinished groups were returned to the data"""
     num_admitted: int = 0
@@ -69,6 +73,18 @@ class StepRollouts:
         self.requests = (*self.requests, *requests)
         self.refills = self.refills + 1
         self.started = False
+        self.__post_init__()
+
+    def extend_groups(self, extra: Mapping[str, int], requests: Sequence[SampleRequest]) -> None:
+        """Adds further samples of prompts of the step; `RolloutBuffer.start` then requests them.
+
+        Args:
+            extra: number of further samples by prompt id, 0 where there are none.
+            requests: those of the further samples.
+        """
+        self.extra = {**self.extra, **extra}
+        self.requests = (*self.requests, *requests)
+        self.started = self.started and not requests
         self.__post_init__()
 
     @property
@@ -139,7 +155,7 @@ def is_agent_failure(sample: Sample) -> bool:
     return sample.failure is not None and sample.failure.startswith(AGENT_FAILURE)
 
 
-_SAVED = ("step", "epoch", "enough", "is_returned", "refills")
+_SAVED = ("step", "epoch", "enough", "is_returned", "refills", "extra")
 """Fields that a checkpoint has under their names"""
 
 
@@ -183,7 +199,7 @@ def rollouts_from_message(
     header: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     prompts: Mapping[str, Prompt],
-    requests_of: Callable[[Sequence[Prompt], int], Sequence[SampleRequest]],
+    requests_of: Callable[[Sequence[Prompt], int, Mapping[str, int]], Sequence[SampleRequest]],
 ) -> list[StepRollouts]:
     """The saved steps. Samples whose verifier failed will be judged again.
 
@@ -191,7 +207,7 @@ def rollouts_from_message(
         header: of `rollouts_to_message`.
         arrays: of `rollouts_to_message`.
         prompts: the data's prompts by id.
-        requests_of: returns the requests of a step's prompts.
+        requests_of: returns the requests of a step's prompts, with further samples by prompt id.
 
     Raises:
         CheckpointError: if the data no longer has a prompt.
@@ -200,7 +216,9 @@ def rollouts_from_message(
     samples = _with_verdicts(header, arrays)
     steps = []
     start = 0
-    for saved in header["steps"]:
+    for of_checkpoint in header["steps"]:
+        # A checkpoint of an earlier release has no further samples.
+        saved = {"extra": {}, **of_checkpoint}
         prompt_ids = saved["prompts"]
         missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in prompts]
         if missing:
@@ -222,7 +240,7 @@ def rollouts_from_message(
         step_prompts = tuple(prompts[prompt_id] for prompt_id in prompt_ids)
         rollouts = StepRollouts(
             prompts=step_prompts,
-            requests=tuple(requests_of(step_prompts, saved["step"])),
+            requests=tuple(requests_of(step_prompts, saved["step"], saved["extra"])),
             sampled={sample.id: sample for sample in of_step},
             judged={
                 sample.id

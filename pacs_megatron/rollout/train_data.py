@@ -6,7 +6,7 @@ solution is the only sample of its prompt, with label 1: a demonstration.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,24 @@ class TrainData:
         """Returns the prompts of incomplete groups; they come first in the next step."""
         self.order.put_back([self._number_of[prompt_id] for prompt_id in prompt_ids])
 
-    def requests(self, prompts: Sequence[Prompt], step: int) -> list[SampleRequest]:
-        """One request for each sample of a group; none for demonstrations."""
+    def requests(
+        self, prompts: Sequence[Prompt], step: int, extra: Mapping[str, int] | None = None
+    ) -> list[SampleRequest]:
+        """One request for each sample of a group; none for demonstrations.
+
+        Args:
+            extra: further samples by prompt id (`admission.resample`); None: none.
+        """
         config = self._config
         if not config.rollout.is_sampled:
             return []
+        num_samples = config.batch.samples_per_prompt
+        by_prompt = {prompt.id: num_samples for prompt in prompts}
+        for prompt_id, number in (extra or {}).items():
+            by_prompt[prompt_id] = num_samples + number
         return sample_requests(
             prompts,
-            config.batch.samples_per_prompt,
+            by_prompt,
             config.rollout.sampling,
             run_seed=config.run.seed,
             step=step,

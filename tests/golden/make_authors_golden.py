@@ -1,5 +1,5 @@
 """Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE, REINFORCE++,
-STEER and VIMPO in their authors' code, advantages of MaxRL and DGPO.
+STEER and VIMPO in their authors' code, advantages of MaxRL and DGPO, numbers of samples of DARS.
 
 Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS,
 named as there:
@@ -12,6 +12,7 @@ and variance, the targets of REAL's BCE variant, and STEER, which allows no othe
 import argparse
 import importlib
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ COMMITS = {
     "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
     "maxrl": "c0698ebb439a81ae1c6b01a842df3f2541816b4d",  # tajwarfahim/maxrl
     "MathForge": "83edda024759f052a4a715eb2c2e553fb9da25ca",  # AMAP-ML/MathForge
+    "DARS": "9b21b71486614b609df241d8a1aa31cffe40b7f2",  # yangzhch6/DARS
     "VIMPO": "2aa83bcb9568a46be0af8fa943c4345b3d7c53d1",  # backprop07/VIMPO
     "STEER": "b31df71652cd103ddc3512656a430c39ba15dd13",  # zz-haooo/STEER
 }
@@ -295,6 +297,23 @@ def vimpo(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
     return found
 
 
+def dars(folder: Path) -> list[list[Any]]:
+    """[number correct, samples, schedule, by_std, further samples] of both schedules."""
+    source = (folder / "verl/verl/trainer/ppo/ray_dars_trainer.py").read_text()
+    start = source.index("def schedule_ET")
+    scope: dict[str, Any] = {"math": math}
+    exec(source[start : source.index("def select_resample_func")], scope)  # noqa: S102  # theirs
+    found = []
+    for name, schedule, largest in (("equal", "schedule_ET", 32), ("hardness", "schedule_HW", 64)):
+        for num_samples in (4, 8, 16):
+            for num_correct in range(num_samples + 1):
+                for by_std in (False, True):
+                    accuracy = num_correct / num_samples
+                    number = scope[schedule](accuracy, num_samples, largest, by_std)
+                    found.append([num_correct, num_samples, name, by_std, number])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
@@ -319,6 +338,7 @@ def main() -> None:
         | dgpo(folder / "MathForge")
         | steer(folder / "STEER", tokens)
         | vimpo(folder / "VIMPO", tokens),
+        "dars": dars(folder / "DARS"),
     }
     Path(__file__).with_name("authors_golden.json").write_text(json.dumps(content, indent=1) + "\n")
 

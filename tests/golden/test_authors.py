@@ -1,5 +1,5 @@
-"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO, STEER and VIMPO equal their authors' code
-on the same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in
+"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO, STEER, VIMPO and DARS equal their authors'
+code on the same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in
 float32, REAL's BCE variant its targets, STEER all.
 """
 
@@ -14,9 +14,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from pacs_megatron.config.schema import ResampleOptions
 from pacs_megatron.contracts import MiniBatch, TokenBuffers
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
 from pacs_megatron.objectives.vimpo import Vimpo, VimpoOptions
+from pacs_megatron.rollout.resampling import num_extra_samples
 from tests.support.policies.objective_reference import make_facts, make_record
 
 GOLDEN = json.loads(Path(__file__).with_name("authors_golden.json").read_text(encoding="utf-8"))
@@ -132,6 +134,13 @@ def test_vimpo_of_the_authors(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     loss.backward()  # type: ignore[no-untyped-call]
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-12)
     np.testing.assert_allclose(logps.grad, expected["gradient"], rtol=1e-12, atol=1e-15)
+
+
+def test_further_samples_of_dars() -> None:
+    for num_correct, num_samples, schedule, by_std, expected in GOLDEN["dars"]:
+        options = ResampleOptions(schedule=schedule, by_std=by_std)
+        accuracy = num_correct / num_samples
+        assert num_extra_samples(accuracy, num_samples, options) == expected, (accuracy, schedule)
 
 
 @pytest.mark.parametrize("case", ADVANTAGES)

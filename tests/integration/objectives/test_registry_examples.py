@@ -56,6 +56,11 @@ def test_every_rival_has_an_example_that_loads() -> None:
         ),
         pytest.param(("objective.name=real", "batch.groups=apart"), marks=pytest.mark.campaign),
         ("objective.name=ppo", "objective.lam=0.95", "batch.epochs=2"),
+        (
+            "objective.name=pacs",
+            "admission.resample={{schedule: hardness, max_samples: 8, by_std: true}}",
+        ),
+        ("objective.name=vimpo", "objective.beta=0.1", "objective.actor_coef=1.0"),
         ("objective.name=distill", "objective.label_coef=0.5", "objective.teacher={teacher}"),
     ],
     ids=lambda options: options[0].partition("=")[2],

@@ -219,6 +219,18 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "admission.refill_rounds=3 requires rollout.engine=embedded | sglang, got dem",
         ),
         (
+            ["admission.resample={schedule: equal, max_samples: 4}", "batch.samples_per_prompt=4"],
+            "admission.resample.max_samples=4 leaves no further samples beside batch.samples_per",
+        ),
+        (
+            [ONE_CLASS, "admission.oversample=1.5", "admission.resample={schedule: hardness}"],
+            "admission.resample requires admission.oversample=1, got 1.5; change",
+        ),
+        (
+            [*SFT, "admission.resample={schedule: equal}"],
+            "admission.resample requires rollout.engine=embedded | sglang, got dem",
+        ),
+        (
             ["objective=null", "objective={name: ppo}", "batch.groups=together"],
             "requires objective.name=pacs | real, got ppo",
         ),

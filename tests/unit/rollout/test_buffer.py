@@ -54,7 +54,7 @@ def prompt(number: int) -> Prompt:
     )
 
 
-def requests_of(prompts: object, step: int) -> list[SampleRequest]:
+def requests_of(prompts: object, step: int, extra: object = None) -> list[SampleRequest]:
     assert isinstance(prompts, list | tuple)
     result = []
     for p in prompts:

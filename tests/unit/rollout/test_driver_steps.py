@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from pacs_megatron.batching.tables import FACTS
 from pacs_megatron.config import load_config
-from pacs_megatron.contracts import Sample, SampleFacts, Span, Stop
+from pacs_megatron.contracts import Sample, SampleFacts, SampleRequest, Span, Stop
 from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
@@ -180,6 +181,135 @@ def test_refill_requests_prompts_until_the_batch_is_full(tmp_path: Path, resumes
         header["metrics"]["admission/refills"] == 1
         and header["metrics"]["admission/dropped_one_class_groups"] == 2
     )
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_difficult_prompts_get_further_samples_once(tmp_path: Path, resumes: bool) -> None:
+    """DARS: of four samples 0, 1, 2 and 4 are correct, which gives 4 (6 are more than max_samples
+    leaves), 2, 0 and 0 further ones; also where the step comes from a checkpoint between them.
+    """
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    settings = "admission={resample: {schedule: equal, max_samples: 8}}"
+    config = load_config(write_tiny_run(tmp_path, model), (settings,)).config
+    ours, theirs = socket.socketpair()
+    drivers = [
+        Driver(config, tmp_path, model, Connection(ours, "trainer")) for _ in range(1 + resumes)
+    ]
+    driver = drivers[0]
+    try:
+        driver.set_current(0, "weights0", 0)
+        driver.rollout(1, 1)
+        assert driver._request is not None and driver._request.advance() is not None
+        rollouts = driver._request.take_in_ranks()
+        ids = [prompt.id for prompt in rollouts.prompts]
+        num_correct = dict(zip(ids, (0, 1, 2, 4), strict=True))
+        judge_first(rollouts, num_correct)
+        again = driver._request.advance()
+        assert again is not None and again[0]["kind"] == "generate"
+        if resumes:
+            saved, arrays = driver.state(0, final=False)
+            driver = drivers[1]
+            driver.load_state(saved, arrays)
+            driver.set_current(0, "weights0", 0)
+            driver.rollout(1, 1)
+            assert driver._request is not None and driver._request.advance() is not None
+        rollouts = driver._request.take_in_ranks()
+        missing = [request.id for request in rollouts.missing]
+        expected = [f"1:{ids[0]}#{number}" for number in range(4, 8)]
+        expected += [f"1:{ids[1]}#{number}" for number in range(4, 6)]
+        assert missing == expected
+        assert len({request.seed for request in rollouts.requests}) == 22
+
+        judge_first(rollouts, dict.fromkeys(ids, 1))
+        response = driver._request.advance()
+        assert response is not None
+        header, arrays = response
+    finally:
+        for each in drivers:
+            each.close()
+        ours.close()
+        theirs.close()
+    facts = facts_of(header, arrays)
+    assert np.bincount(facts.groups).tolist() == [8, 6, 4, 4]
+    assert header["metrics"]["admission/extra_samples"] == 6
+    assert header["metrics"]["admission/rescued_groups"] == 1
+
+
+class Streams:
+    """SGLang's client without servers: the first sample of a prompt is correct, no other one."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self.requests: list[SampleRequest] = []
+        self._encode = encode
+
+    def stream(self, requests: Sequence[SampleRequest], *, urgent: bool) -> Iterator[Sample]:
+        assert not urgent
+        self.requests += requests
+        for request in requests:
+            # The reward of the run is the parity of the text's bytes.
+            [token] = self._encode("a" if request.id.endswith("#0") else "b")
+            yield Sample(
+                id=request.id,
+                prompt_id=request.prompt_id,
+                token_ids=np.concatenate([request.token_ids, np.array([token], dtype=np.int32)]),
+                prompt_len=len(request.token_ids),
+                sampler_logprobs=np.zeros(1, dtype=np.float32),
+                spans=(Span(version=0, digest="weights0", start=0, end=1),),
+                stop=Stop.EOS,
+            )
+
+
+def test_difficult_prompts_get_further_samples_from_servers(tmp_path: Path) -> None:
+    """One of four samples is correct: two further ones for each of the four prompts."""
+    model = make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1, vocab_size=262)
+    settings = "admission={resample: {schedule: equal, max_samples: 8}}"
+    config = load_config(write_tiny_run(tmp_path, model), (settings,)).config
+    ours, theirs = socket.socketpair()
+    driver = Driver(config, tmp_path, model, Connection(ours, "trainer"))
+    streams = Streams(lambda text: driver._tokenizer.encode(text, add_special_tokens=False))
+    engine = cast("Any", streams)
+    driver._buffer._engine = engine
+    try:
+        driver.set_current(0, "weights0", 0)
+        driver._engine = engine
+        driver.rollout(1, 1)
+        response = None
+        while response is None or response[0]["kind"] == "progress":
+            assert driver._request is not None
+            response = driver._request.advance()
+            time.sleep(0.01)
+        header, arrays = response
+    finally:
+        driver._engine = None
+        driver.close()
+        ours.close()
+        theirs.close()
+    assert len(streams.requests) == len({request.id for request in streams.requests}) == 24
+    numbers = [int(request.id.rpartition("#")[2]) for request in streams.requests[16:]]
+    assert numbers == [4, 5] * 4
+    assert np.bincount(facts_of(header, arrays).groups).tolist() == [6] * 4
+    assert header["metrics"]["admission/extra_samples"] == 8
+    assert header["metrics"]["admission/rescued_groups"] == 0
+
+
+def judge_first(rollouts: StepRollouts, num_correct: Mapping[str, int]) -> None:
+    """Every missing request has a judged sample, the first ones of each prompt with label 1."""
+    left = dict(num_correct)
+    for request in rollouts.missing:
+        left[request.prompt_id] -= 1
+        label = int(left[request.prompt_id] >= 0)
+        rollouts.sampled[request.id] = Sample(
+            id=request.id,
+            prompt_id=request.prompt_id,
+            token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
+            prompt_len=len(request.token_ids),
+            sampler_logprobs=np.zeros(1, dtype=np.float32),
+            spans=(Span(version=0, digest="weights0", start=0, end=1),),
+            stop=Stop.EOS,
+            reward=float(label),
+            label=label,
+        )
+        rollouts.judged.add(request.id)
 
 
 @pytest.mark.parametrize(
