@@ -16,7 +16,7 @@ from pacs_megatron.runtime.closing import Closing
 
 logger = logging.getLogger(PROGRESS_LOGGER)
 
-Unit = Literal["step", "bytes"]
+Unit = Literal["step", "sample", "bytes"]
 LINE_INTERVAL_S = 5.0
 SAMPLES_INTERVAL_S = 8.0
 """Minimum time between two log lines about finished steps, and about sampling."""
@@ -43,7 +43,7 @@ class Progress(Closing):
         label: Start of the line.
         total: Units at the end.
         done: Units before the start.
-        unit: `step` or `bytes`.
+        unit: What is counted, for the rate.
         stream: Default: stderr.
     """
 

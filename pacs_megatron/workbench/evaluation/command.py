@@ -382,7 +382,7 @@ class _Evaluation:
             tokens_per_s = num_tokens / (time.perf_counter() - started)
             progress.advance(num_done, {"tokens/s": tokens_per_s})
 
-        with Progress("eval", len(requests), done=num_done) as progress:
+        with Progress("eval", len(requests), done=num_done, unit="sample") as progress:
             for sample in self.sampler.stream(missing, prompts):
                 num_tokens += sample.response_len
                 # The batch of a missing sample also contains existing ones.

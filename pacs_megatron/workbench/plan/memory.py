@@ -81,7 +81,7 @@ def items_beside(
         peak_bytes: largest sum of the tensors of training.
     """
     items = [assumed_item("allocator fragmentation", constants.FRAGMENTATION, peak_bytes)]
-    items.extend(_process_items(layout))
+    items.extend(_process_items(config, layout))
     if config.rollout.sglang is not None:
         items.extend(_sync_items(config, config.rollout.sglang, spec, layout))
         servers = config.rollout.sglang.servers
@@ -91,8 +91,13 @@ def items_beside(
     return items
 
 
-def _process_items(layout: Layout) -> list[Item]:
-    """CUDA and NCCL of one rank: a group of all ranks, and one for each axis with several ranks."""
+def _process_items(config: RunConfig, layout: Layout) -> list[Item]:
+    """CUDA and NCCL of one rank: a group of all ranks, and one for each axis with several ranks.
+
+    Empty for a run on the CPU, over gloo.
+    """
+    if not config.resources.gpus_per_node:
+        return []
     axes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp)
     num_groups = 1 + sum(size > 1 for size in axes)
     return [
@@ -111,7 +116,7 @@ def _sync_items(
     tensor_bytes = bucket_bytes + width * largest_tensor
     items = [Item("weight sync: a bucket and the largest tensor", tensor_bytes, "computed")]
 
-    if rollout.sync.transport == "broadcast":
+    if rollout.sync.transport == "broadcast" and config.resources.gpus_per_node:
         num_servers = servers_per_feeder(config, layout)
         nccl = constants.NCCL_BYTES_PER_GROUP
         name = f"weight sync: NCCL, servers per rank: {num_servers}"
@@ -190,7 +195,7 @@ def _embedded_items(
         Item("trainer's weights, gradients and optimizer", trainer_bytes, "exact"),
         Item(f"sampler's weights ({embedded.dtype}), whole on every rank", weight_bytes, "exact"),
         Item(f"{_KV_CACHE} of {embedded.batch_sequences} sequences", cache_bytes, "computed"),
-        *_process_items(layout),
+        *_process_items(config, layout),
     ]
 
 
@@ -216,7 +221,7 @@ def _trainer_items(config: RunConfig, spec: ModelSpec, layout: Layout) -> list[I
             items = [item for item in items if "gradients" not in item.name]
         resident_bytes = max(resident_bytes, total_bytes(items) - moved_bytes)
 
-    process_items = _process_items(layout)
+    process_items = _process_items(config, layout)
     if not resident_bytes:
         return process_items
     return [Item(f"trainer's {_RESIDENT_NAMES[offload]}", resident_bytes, "exact"), *process_items]

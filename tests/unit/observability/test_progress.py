@@ -202,6 +202,15 @@ def test_bytes_show_gigabytes_and_speed(clock: Clock) -> None:
     assert re.search(r"convert 1.00G/4.00G, 500MB/s, 00:0[56] left", stream.getvalue())
 
 
+def test_an_evaluation_counts_samples(clock: Clock) -> None:
+    stream = io.StringIO()
+    setup_logging(None, rank=0, stream=stream)
+    progress = Progress("eval", 48, unit="sample", stream=stream)
+    clock.now += 2.0
+    progress.advance(24)
+    assert "eval 24/48, 12.00sample/s, 00:02 left" in stream.getvalue()
+
+
 def test_time_left_counts_from_the_step_of_the_resume(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

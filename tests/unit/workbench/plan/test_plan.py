@@ -74,6 +74,7 @@ def test_the_quickstart_can_be_planned_before_it_ran(
         text, fits = run_plan(path, [])
         assert fits
         assert "exact" in text
+        assert "of one process]" not in text and "NCCL" not in text, "it runs on the CPU"
 
 
 def test_known_names() -> None:
