@@ -5,6 +5,7 @@ maps the two.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from pacs_megatron.policy.model import PolicyModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_OUTPUT = "output_layer.weight"
+_RUN_BYTES = 256 * 2**20
+"""Largest run of entries in one collective of an export; a larger entry is a run of its own."""
 
 
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
@@ -121,8 +124,8 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every whole weight in the table's order, on every rank. Collective.
 
-    One entry is in flight at a time: its stage gathers the tensor-parallel shards, then the other
-    expert ranks and stages receive the merged tensor.
+    One run of entries is in flight at a time: its stage gathers the tensor-parallel shards, then
+    the other expert ranks and stages receive the merged tensors, with one collective each.
 
     Args:
         models: this rank's chunks.
@@ -140,29 +143,104 @@ def export(
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
 
-    for entry in table.entries:
-        stage = _stage(entry, table.spec.num_layers)
+    for entries, (stage, ep_rank) in _runs(table, ep_group.size(), dtype.itemsize):
         full = None
-        if entry.megatron_name in parameters:
-            shard = readable(parameters[entry.megatron_name].detach()).to(device)
-            full = _gather_shards(entry, shard)
-        if entry.expert is not None and ep_group.size() > 1 and stage == pp_group.rank():
-            ep_rank = entry.expert // _num_local_experts(table)
-            full = _broadcast(entry, full, ep_rank, ep_group, device, dtype)
+        if entries[0].megatron_name in parameters:
+            shards = []
+            for entry in entries:
+                parameter = parameters[entry.megatron_name]
+                shards.append(readable(parameter.detach()).to(device))
+            full = _gather_shards(entries, shards)
+        if ep_rank is not None and stage == pp_group.rank():
+            full = _broadcast(entries, full, ep_rank, ep_group, device, dtype)
         if pp_group.size() > 1:
-            full = _broadcast(entry, full, stage, pp_group, device, dtype)
+            full = _broadcast(entries, full, stage, pp_group, device, dtype)
         assert full is not None
-        yield from zip(entry.hf_names, entry.to_hf(full), strict=True)
+        for entry, tensor in zip(entries, full, strict=True):
+            yield from zip(entry.hf_names, entry.to_hf(tensor), strict=True)
 
 
-def _gather_shards(entry: Entry, shard: Tensor) -> Tensor:
-    """The whole tensor of an entry from the shards of its tensor-parallel ranks. Collective."""
-    group = _tp_group(entry)
-    if group.size() == 1 or entry.shard_shape(group.size()) == entry.megatron_shape:
-        return shard
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return entry.merge_tp(shards)
+def _runs(
+    table: WeightTable, ep: int, item_bytes: int
+) -> Iterator[tuple[list[Entry], tuple[int, int | None]]]:
+    """Consecutive entries of the table that the same ranks have, of up to `_RUN_BYTES`.
+
+    Experts of a model are thousands of small tensors; a collective for each of them takes longer
+    than their bytes.
+
+    Args:
+        table: the weight table of the model.
+        ep: expert-parallel size.
+        item_bytes: bytes of an element.
+
+    Yields:
+        The entries; their pipeline stage, and the expert-parallel rank that has them if not all
+        have.
+    """
+    run: list[Entry] = []
+    run_bytes = 0
+    run_owners: tuple[int, int | None] | None = None
+    run_is_of_experts = False
+    for entry in table.entries:
+        is_of_expert = entry.expert is not None
+        ep_rank = None
+        if entry.expert is not None and ep > 1:
+            ep_rank = entry.expert // _num_local_experts(table)
+        owners = (_stage(entry, table.spec.num_layers), ep_rank)
+        num_bytes = math.prod(entry.megatron_shape) * item_bytes
+
+        # Experts have another tensor-parallel group.
+        continues = owners == run_owners and is_of_expert == run_is_of_experts
+        if run and run_owners and not (continues and run_bytes + num_bytes <= _RUN_BYTES):
+            yield run, run_owners
+            run = []
+            run_bytes = 0
+        run.append(entry)
+        run_bytes += num_bytes
+        run_owners = owners
+        run_is_of_experts = is_of_expert
+    if run_owners:
+        yield run, run_owners
+
+
+def _gather_shards(entries: Sequence[Entry], shards: Sequence[Tensor]) -> list[Tensor]:
+    """The whole tensors of a run from the shards of its tensor-parallel ranks. Collective.
+
+    Args:
+        entries: of the run.
+        shards: of this rank, one for each entry.
+    """
+    group = _tp_group(entries[0])
+    whole = list(shards)
+    sharded: dict[torch.dtype, list[int]] = {}
+    if group.size() > 1:
+        for number, (entry, shard) in enumerate(zip(entries, shards, strict=True)):
+            if entry.shard_shape(group.size()) != entry.megatron_shape:
+                sharded.setdefault(shard.dtype, []).append(number)
+
+    for numbers in sharded.values():
+        flat = _flat([shards[number] for number in numbers])
+        flats = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(flats, flat, group=group)
+
+        shapes = [shards[number].shape for number in numbers]
+        of_ranks = [_cut(flat_of_rank, shapes) for flat_of_rank in flats]
+        for place, number in enumerate(numbers):
+            whole[number] = entries[number].merge_tp([pieces[place] for pieces in of_ranks])
+    return whole
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """[elements of all tensors]; the memory of a single contiguous one."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of `flat` with these shapes, one after the other."""
+    pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _stage(entry: Entry, num_layers: int) -> int:
@@ -177,29 +255,32 @@ def _stage(entry: Entry, num_layers: int) -> int:
 
 
 def _broadcast(
-    entry: Entry,
-    full: Tensor | None,
+    entries: Sequence[Entry],
+    full: Sequence[Tensor] | None,
     source: int,
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
-) -> Tensor:
-    """The whole tensor of an entry, on every rank of `group`. Collective.
+) -> list[Tensor]:
+    """The whole tensors of a run, on every rank of `group`. Collective.
 
     Args:
-        entry: of the weight table.
-        full: the tensor on rank `source` of `group`; unused elsewhere.
+        entries: of the run.
+        full: the tensors on rank `source` of `group`; unused elsewhere.
         source: rank in `group`.
-        group: the ranks that receive the tensor.
+        group: the ranks that receive the tensors.
         device: of the result.
         dtype: of the result.
     """
-    if group.rank() != source:
-        full = torch.empty(entry.megatron_shape, dtype=dtype, device=device)
-    assert full is not None
-    full = full.contiguous()
-    dist.broadcast(full, src=dist.get_global_rank(group, source), group=group)
-    return full
+    shapes = [entry.megatron_shape for entry in entries]
+    if group.rank() == source:
+        assert full is not None
+        flat = _flat(full)
+    else:
+        num_elements = sum(math.prod(shape) for shape in shapes)
+        flat = torch.empty(num_elements, dtype=dtype, device=device)
+    dist.broadcast(flat, src=dist.get_global_rank(group, source), group=group)
+    return _cut(flat, shapes)
 
 
 def pin(buffer: Tensor, purpose: str) -> None:
