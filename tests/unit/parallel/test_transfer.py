@@ -89,6 +89,48 @@ def test_gather_by_index_keeps_every_bit_and_marks_missing_rows() -> None:
         assert np.isnan(got[2])
 
 
+def test_gather_by_index_of_replicas_with_every_kind_of_bits() -> None:
+    """Ranks 0 and 1 are a replica and set the same rows. Each row has its owner's bits: of signs,
+    zeros, infinities, NaN with a payload, the smallest and the largest number.
+    """
+    random = np.random.default_rng(0).integers(-(2**63), 2**63, size=200, dtype=np.int64)
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 5e-324, -5e-324, 1.8e308, -1.8e308]
+    bits = np.concatenate([random, np.array(special).view(np.int64), [-(2**63), 2**63 - 1]])
+    order = np.random.default_rng(1).permutation(len(bits))
+    rows_of_replica = np.array_split(order, 2)
+
+    def on_rank(rank: int, _world: int) -> torch.Tensor:
+        mine = rows_of_replica[rank // 2]
+        values = bits.view(np.float64)[mine]
+        return all_gather_by_index(mine, values, len(bits), group=dist.group.WORLD)
+
+    for result in run_ranks(on_rank, 4):
+        assert result.numpy().tobytes() == bits.tobytes()
+
+
+def test_gather_by_index_sends_as_much_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One all-reduce of 16 bytes for each row; no other collective."""
+
+    def on_rank(_rank: int, _world: int) -> list[int]:
+        sizes: list[int] = []
+        real = dist.all_reduce
+
+        def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            sizes.append(tensor.nbytes)
+            return real(tensor, *args, **options)
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        for name in ("all_gather", "all_gather_object", "broadcast", "gather", "all_to_all"):
+            monkeypatch.delattr(dist, name)
+        all_gather_by_index(np.array([1]), np.array([2.0]), 100, group=dist.group.WORLD)
+        return sizes
+
+    assert run_ranks(on_rank, 1) == [[1600]]
+    assert run_ranks(on_rank, 3) == [[1600]] * 3
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_gather_by_index_of_nothing(world: int) -> None:
     def on_rank(_rank: int, _world: int) -> int:
