@@ -33,7 +33,7 @@ from pacs_megatron.config.rollout_options import SglangServers
 from pacs_megatron.errors import ConfigError, ExitCode, PacsError, RolloutError
 from pacs_megatron.runtime.command_line import run_command
 from pacs_megatron.runtime.cores import publish_server_cores
-from pacs_megatron.runtime.environment import RankPlace, visible_gpus
+from pacs_megatron.runtime.environment import RankPlace, own_address, visible_gpus
 from pacs_megatron.runtime.files import json_line, write_atomically
 from pacs_megatron.runtime.json_reader import read_object
 from pacs_megatron.runtime.processes import die_with_parent
@@ -129,7 +129,7 @@ def serve(folder: Path, config: RunConfig, ending: Ending) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     servers_options = rollout.servers.model_copy(update={"count": count})
     options = rollout.model_copy(update={"servers": servers_options})
-    host = os.environ.get("PACS_NODE_ADDR") or node
+    host = own_address(os.environ) or node
     gpus_of_server = rollout.servers.tp if rollout.servers.device == "cuda" else 1
     publish_server_cores(config, count * gpus_of_server)
     specs = server_specs(options, config.model, folder / node, config.policy.routing)

@@ -63,6 +63,14 @@ def hide_gpus() -> bool:
     return any(path.exists() for path in DRIVER_FILES)
 
 
+def own_address(environ: Mapping[str, str]) -> str | None:
+    """Name or address at which other nodes of a Slurm job reach this one; None outside of Slurm.
+
+    `PACS_NODE_ADDR` replaces Slurm's name of the node.
+    """
+    return environ.get("PACS_NODE_ADDR") or environ.get("SLURMD_NODENAME") or None
+
+
 def installed(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

@@ -252,7 +252,7 @@ def _sending_rank(options: SglangRollout, index: int, devices: str | None = None
     """Trainer rank that sends weights to server `index`, a managed one if it has `devices`.
 
     `broadcast` distributes servers over ranks, and so over the GPUs' network links;
-    training/sync.py takes the number modulo the ranks on rank 0's host.
+    training/sync.py takes the number modulo the ranks that send.
     """
     if options.sync.transport == "broadcast":
         return index

@@ -49,7 +49,7 @@ class Server:
     """None: an external server"""
     trainer_rank: int = 0
     """trainer rank that sends weights to the server: with `sync.transport: ipc` the rank on its
-    first GPU, with `broadcast` modulo the ranks on rank 0's host
+    first GPU, with `broadcast` modulo the ranks that send
     """
     health: Health = Health.STALE
     reason: str = "not probed yet"

@@ -14,6 +14,7 @@ from pacs_megatron.checkpoint.manifest import HF_FOLDER
 from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
+from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.config.schema import OptimizerOptions, RunConfig
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.data.tokenizer import check_same_vocabulary
@@ -34,6 +35,7 @@ from pacs_megatron.policy.critic import Critic, critic_optimizer
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
 from pacs_megatron.rollout.driver_client import DriverClient
+from pacs_megatron.runtime.environment import own_address
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.sglang.weights.server_sync import server_sync as build_server_sync
 from pacs_megatron.training.saver import Saver
@@ -141,6 +143,20 @@ def join(config: RunConfig) -> ControlChannel:
     return ControlChannel(rank)
 
 
+def sending_options(rollout: SglangRollout, rank: int) -> SglangRollout:
+    """The options with the address at which servers join the groups of this rank.
+
+    `rollout.sync.host` is an address of rank 0's host. In a Slurm job the ranks of other hosts send
+    weights too.
+    """
+    address = own_address(os.environ)
+    is_with_rank_0 = rank < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if rollout.sync.transport != "broadcast" or is_with_rank_0 or address is None:
+        return rollout
+    sync = rollout.sync.model_copy(update={"host": address})
+    return rollout.model_copy(update={"sync": sync})
+
+
 def build(
     config: RunConfig,
     run_dir: Path,
@@ -173,7 +189,8 @@ def build(
 
     server_sync = None
     if rollout.sglang is not None and (rank.rank == 0 or rollout.sglang.sync.transport != "disk"):
-        server_sync = build_server_sync(rollout.sglang, policy.spec, run_dir / "weights")
+        options = sending_options(rollout.sglang, rank.rank)
+        server_sync = build_server_sync(options, policy.spec, run_dir / "weights")
 
     return RunContext(
         config=config,

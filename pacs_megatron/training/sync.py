@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pacs_megatron.errors import PacsError, SyncError
+from pacs_megatron.runtime.environment import own_address
 from pacs_megatron.sglang.build import server_apis
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.training.context import RunContext
@@ -109,7 +110,8 @@ def _receivers(run: RunContext, *, is_release: bool = False) -> list[ServerSync]
     Collective.
 
     `sync.transport: disk`: rank 0 updates all servers. `ipc`: each rank updates the servers on its
-    GPU. `broadcast`: the ranks on rank 0's host update a share of the servers each.
+    GPU. `broadcast`: the ranks update a share of the servers each, those of all hosts in a Slurm
+    job, and those of rank 0's host otherwise.
     """
     rollout = run.config.rollout.sglang
     assert rollout is not None
@@ -120,8 +122,11 @@ def _receivers(run: RunContext, *, is_release: bool = False) -> list[ServerSync]
         servers: list[list[Any]] = header["servers"]
         if rollout.sync.transport != "broadcast":
             return servers
-        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # `rollout.sync.host` is this host
-        return [[url, number % num_here] for url, number in servers]
+        num_senders = run.rank.layout.world_size
+        if own_address(os.environ) is None:
+            # Servers reach `rollout.sync.host`, which is this host.
+            num_senders = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return [[url, number % num_senders] for url, number in servers]
 
     servers = run.channel.broadcast_json(run.channel.run_together(begin_update, only=0))
     urls = tuple(url for url, trainer_rank in servers if trainer_rank == run.rank.rank)

@@ -19,7 +19,7 @@ import torch
 from pacs_megatron.config import load_config
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, SglangSync
 from pacs_megatron.config.schema import ModelOptions
-from pacs_megatron.contracts import SamplingOptions
+from pacs_megatron.contracts import Layout, SamplingOptions
 from pacs_megatron.errors import SyncError
 from pacs_megatron.rollout import driver as driver_module
 from pacs_megatron.rollout import driver_client
@@ -95,7 +95,9 @@ class Run:
         return SimpleNamespace(
             config=SimpleNamespace(rollout=self.rollout),
             channel=ThreadChannel(rank, self.shared),
-            rank=SimpleNamespace(rank=rank, device=torch.device("cpu")),
+            rank=SimpleNamespace(
+                rank=rank, device=torch.device("cpu"), layout=Layout(world_size=NUM_GPUS)
+            ),
             policy=SimpleNamespace(
                 version=1, export_weights=lambda: iter(WEIGHTS.items()), offload=NO_OFFLOAD
             ),
@@ -160,11 +162,32 @@ def test_a_server_that_ends_during_the_update_costs_no_other_its_weights(stack: 
     assert not run.has_new_weights(dead)
 
 
-@pytest.mark.parametrize(("count", "tp", "ranks_here"), [(8, 1, 8), (8, 2, 8), (8, 1, 4)])
-def test_the_ranks_of_a_host_divide_the_servers_of_a_broadcast(
-    count: int, tp: int, ranks_here: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("count", "tp", "ranks_here", "node", "senders"),
+    [
+        (8, 1, 8, None, 8),
+        (8, 2, 8, None, 8),
+        (8, 1, 4, None, 4),
+        (8, 1, 4, "node0", 8),
+        (6, 1, 2, "node0", 8),
+    ],
+)
+def test_ranks_divide_the_servers_of_a_broadcast(
+    count: int,
+    tp: int,
+    ranks_here: int,
+    node: str | None,
+    senders: int,
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 would send every copy through one network link."""
+    """Rank 0 would send every copy through one network link. In a Slurm job, where servers can
+    reach every host, the ranks of all hosts send.
+    """
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.delenv("PACS_NODE_ADDR", raising=False)
+    if node is not None:
+        monkeypatch.setenv("SLURMD_NODENAME", node)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
     run = Run(count, tp, stack, "broadcast")
     for _ in range(2):  # the second update uses the groups of the first
@@ -172,12 +195,39 @@ def test_the_ranks_of_a_host_divide_the_servers_of_a_broadcast(
         shares = [context.server_sync.report.updated for context in run.contexts]
         urls = [server.url for server in run.servers]
         assert shares == [
-            tuple(urls[rank::ranks_here]) if rank < ranks_here else () for rank in range(NUM_GPUS)
+            tuple(urls[rank::senders]) if rank < senders else () for rank in range(NUM_GPUS)
         ]
         assert all(run.has_new_weights(server) for server in run.servers)
         for server in run.servers:
             server.held = dict(server.initial)
     assert all(server.calls.count("/init_weights_update_group") == 1 for server in run.servers)
+
+
+@pytest.mark.parametrize(
+    ("rank", "node", "address", "host"),
+    [
+        (0, "node0", "", "10.0.0.1"),
+        (3, "node0", "", "10.0.0.1"),
+        (4, "node1", "", "node1"),
+        (4, "node1", "10.0.0.2", "10.0.0.2"),
+        (4, "", "", "10.0.0.1"),
+    ],
+)
+def test_servers_join_the_groups_of_a_rank_at_its_own_host(
+    rank: int, node: str, address: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    monkeypatch.setenv("PACS_NODE_ADDR", address)
+    rollout = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=8),
+        sync=SglangSync(transport="broadcast", host="10.0.0.1"),
+        urls=("http://server:1",),
+    )
+    assert training_context.sending_options(rollout, rank).sync.host == host
+    disk = rollout.model_copy(update={"sync": SglangSync(transport="disk")})
+    assert training_context.sending_options(disk, rank) is disk
 
 
 def test_a_server_that_ends_in_a_broadcast_costs_no_other_its_weights(
