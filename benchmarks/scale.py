@@ -15,6 +15,14 @@ from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.plan import Plan, make_plan
 
 CONFIG = Path(__file__).parents[1] / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+# With servers on nodes of their own, on H100.
+APART = [
+    "resources.gpu=h100",
+    "policy.offload=none",
+    "rollout.servers.colocated=false",
+    "rollout.sync.transport=broadcast",
+    "batch.tokens_per_microbatch=9216",
+]
 SIZES = [64 * 2**doublings for doublings in range(9)]
 PROMPTS_OF_64_GPUS = 1024
 GPUS_PER_NODE = 8
@@ -70,6 +78,7 @@ def size_of(gpus: int, prompts: int) -> Size:
     """Half of the GPUs train (data parallelism grows), half are servers."""
     nodes = gpus // 2 // GPUS_PER_NODE
     overrides = [
+        *APART,
         f"resources.nodes={nodes}",
         f"resources.rollout_nodes={nodes}",
         f"rollout.servers.count={gpus // 2 // SERVER_TP}",
@@ -102,17 +111,20 @@ def payloads_s(size: Size, assumed: Assumed) -> float:
     tokens = TOKEN_BYTES * (prompt_tokens + 2 * size.response_tokens)
     objective = build_objective(size.plan.config.objective, updates_per_step=batch.num_updates)
     gathers = sum(len(objective.statistics(update)) for update in range(batch.num_updates))
-    messages_s = size.plan.layout.dp * batch.updates_per_step * assumed.message_s
-    num_bytes = facts + tokens + gathers * statistic_bytes(size)
-    return num_bytes / (assumed.gloo_gb_s * 1e9) + messages_s
+    messages = size.plan.layout.dp * batch.updates_per_step
+    # gloo's all-reduce is a ring: each rank sends its part to the next one, twice around.
+    messages += gathers * 2 * (size.plan.layout.world_size - 1)
+    num_bytes = facts + tokens + gathers * 2 * statistic_bytes(size)
+    return num_bytes / (assumed.gloo_gb_s * 1e9) + messages * assumed.message_s
 
 
 def statistic_bytes(size: Size) -> float:
-    minibatch = size.samples / size.plan.config.batch.updates_per_step
-    return STATISTIC_BYTES * minibatch * size.plan.layout.world_size  # every rank receives all
+    """One statistic of a mini-batch on one rank."""
+    return STATISTIC_BYTES * size.samples / size.plan.config.batch.updates_per_step
 
 
 def weight_sync_s(size: Size, assumed: Assumed) -> float:
+    """With another share of the link, as if all seconds of the sync depended on it."""
     return size.sync_s * constants.SYNC_FRAC.value / assumed.sync_frac
 
 
@@ -164,10 +176,10 @@ def shares_table(sizes: list[Size]) -> str:
 
 
 def memory_table(sizes: list[Size]) -> str:
-    rows = [["GPUs", "driver and rank 0, GiB", "a statistic, GiB a rank", "trainer, GiB a GPU"]]
+    rows = [["GPUs", "driver and rank 0, GiB", "trainer, GiB a GPU"]]
     for size in sizes:
         stage = size.plan.stages[0]
-        numbers = [size.response_tokens * HOST_TOKEN_BYTES, statistic_bytes(size), stage.total]
+        numbers = [size.response_tokens * HOST_TOKEN_BYTES, stage.total]
         rows.append([f"{size.gpus:,}", *[f"{number / GIB:,.1f}" for number in numbers]])
     return markdown(rows)
 

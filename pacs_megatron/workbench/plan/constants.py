@@ -129,23 +129,40 @@ CP_LOSS = Constant(
 
 # ------------------------------------------------------------------------------ speed of a sampler
 DECODE_BANDWIDTH_FRAC = Constant(
-    value=0.6,
+    value=0.99,
+    low=0.8,
+    high=1.0,
+    source="docs/measurements/published_decode.md",
+)
+"""Share of the memory bandwidth at which a decoding step reads weights and cache."""
+DECODE_MFU = Constant(
+    value=0.74,
     low=0.4,
     high=0.8,
-    source="assumed: share of the memory bandwidth that decoding reaches",
+    source="docs/measurements/published_decode.md",
 )
-DECODE_MFU = Constant(
-    value=0.25,
-    low=0.15,
-    high=0.4,
-    source="assumed: share of the bf16 peak in a decoding step",
-)
+"""Share of the bf16 peak in the matrix products of a decoding step."""
 DECODE_OVERHEAD_S = Constant(
-    value=0.004,
-    low=0.002,
-    high=0.01,
-    source="assumed: scheduling and launches of one decoding step of SGLang",
+    value=0.0028,
+    low=0.001,
+    high=0.005,
+    source="docs/measurements/published_decode.md",
 )
+"""Launches of one decoding step."""
+DECODE_SEQUENCE_S = Constant(
+    value=49e-6,
+    low=20e-6,
+    high=60e-6,
+    source="docs/measurements/published_decode.md",
+)
+"""Scheduling and sampling of one sequence in one decoding step."""
+DECODE_TIME = Constant(
+    value=1.0,
+    low=0.8,
+    high=1.4,
+    source="docs/measurements/published_decode.md",
+)
+"""Published over planned time of a decoding step."""
 MEAN_RESPONSE_FRAC = Constant(
     value=0.45,
     low=0.2,
@@ -166,11 +183,36 @@ NETWORK_GB_S = Constant(
     high=48.0,
     source="assumed: one GPU's share of the network between nodes (400 Gbit/s, 80 %)",
 )
+NVLINK_FRAC = Constant(
+    value=0.75,
+    low=0.5,
+    high=0.85,
+    source="assumed: share of NVLink's rate that a large collective reaches inside a node",
+)
 SYNC_FRAC = Constant(
     value=0.5,
     low=0.25,
     high=0.8,
     source="assumed: share of the link that a weight sync reaches",
+)
+COPY_FRAC = Constant(
+    value=0.6,
+    low=0.4,
+    high=0.8,
+    source="assumed: share of the memory bandwidth in copies of a weight sync",
+)
+SYNC_COPIES = Constant(
+    value=7.0,
+    low=4.0,
+    high=9.0,
+    source="assumed: bytes of GPU memory that an export moves for each of its bytes, into a bucket "
+    "and for its digest",
+)
+BUCKET_S = Constant(
+    value=0.005,
+    low=0.002,
+    high=0.02,
+    source="assumed: one request to a server, and its launches, beside the bytes of a bucket",
 )
 HOST_GB_S = Constant(
     value=40.0,

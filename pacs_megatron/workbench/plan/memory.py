@@ -127,14 +127,13 @@ def _sync_items(
 def servers_per_feeder(config: RunConfig, layout: Layout) -> int:
     """Servers that one rank sends weights to, at most.
 
-    `broadcast`: the ranks of one node divide them.
+    `broadcast`: the trainer's ranks divide them.
     """
     rollout = config.rollout.sglang
     if rollout is None or rollout.sync.transport != "broadcast":
         return 1
     num_servers = len(rollout.urls) if rollout.servers is None else rollout.servers.count
-    ranks_per_node = config.resources.gpus_per_node or layout.world_size
-    return math.ceil(num_servers / min(layout.world_size, ranks_per_node))
+    return math.ceil(num_servers / layout.world_size)
 
 
 def host_step_bytes(config: RunConfig) -> float:

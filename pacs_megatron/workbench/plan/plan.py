@@ -71,6 +71,38 @@ class Plan:
         sync = self._sum_of("weight sync", seconds)
         return max(rollout + sync, sum(seconds) - rollout)
 
+    @property
+    def idle(self) -> dict[str, float]:
+        """Shares of a step that a side's GPUs wait for the other side.
+
+        `trainer` and `servers`. Both are 0 where servers have the trainer's own GPUs, because one
+        of the two always works. The weight sync belongs to both. Empty for a run without SGLang or
+        without a GPU.
+        """
+        if self.config.rollout.sglang is None or self.gpu is None:
+            return {}
+        if self.config.rollout.on_trainer_gpus:
+            return {"trainer": 0.0, "servers": 0.0}
+
+        seconds = [phase.seconds for phase in self.phases]
+        rollout_s = self._sum_of("rollout", seconds)
+        sync_s = self._sum_of("weight sync", seconds)
+        trainer_s = sum(seconds) - rollout_s
+        return {
+            "trainer": 1 - trainer_s / self.step_s,
+            "servers": 1 - (rollout_s + sync_s) / self.step_s,
+        }
+
+    @property
+    def idle_share(self) -> float:
+        """`idle` of all GPUs of the job."""
+        resources = self.config.resources
+        if not self.idle or not resources.rollout_nodes:
+            return 0.0
+        trainer = self.idle["trainer"] * resources.nodes
+        servers = self.idle["servers"] * resources.rollout_nodes
+        return (trainer + servers) / (resources.nodes + resources.rollout_nodes)
+
     def _sum_of(self, name: str, seconds: Sequence[float]) -> float:
         """Sum over the phases whose names start with `name`."""
         pairs = zip(seconds, self.phases, strict=True)

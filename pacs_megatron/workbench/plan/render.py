@@ -155,6 +155,14 @@ def _time_lines(plan: Plan) -> list[str]:
         "tokens/s a GPU"
     )
 
+    if plan.idle_share:
+        trainer = plan.idle["trainer"]
+        servers = plan.idle["servers"]
+        lines.append(
+            f"of this time the trainer's GPUs wait for the servers {trainer:.0%}, and the servers' "
+            f"GPUs for the trainer {servers:.0%}"
+        )
+
     steps = plan.config.run.steps
     hours = plan.step_s * steps / 3600
     lines.append(

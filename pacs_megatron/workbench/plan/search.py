@@ -104,10 +104,10 @@ def largest_budget(config: RunConfig, plan: Plan) -> int:
 
 def compared_plans(plan: Plan) -> list[Plan]:
     """The same run on an H100 and an H200, each with and without recomputation and, where servers
-    share one node's GPUs with the trainer, off-loading.
+    share the trainer's GPUs, off-loading.
     """
     offloads = ["none"]
-    if plan.config.rollout.starts_servers_on_trainer_gpus and plan.config.resources.nodes == 1:
+    if plan.config.rollout.starts_servers_on_trainer_gpus:
         offloads.append("all")
 
     plans = []

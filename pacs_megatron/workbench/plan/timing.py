@@ -19,6 +19,7 @@ from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective, passes_of
 from pacs_megatron.runtime.gpus import Gpu
 from pacs_megatron.workbench.plan import constants
+from pacs_megatron.workbench.plan.collectives import data_parallel_sums, export_seconds
 from pacs_megatron.workbench.plan.constants import Constant
 from pacs_megatron.workbench.plan.memory import (
     StageMemory,
@@ -322,10 +323,16 @@ def bubble(config: RunConfig, layout: Layout, lengths: Lengths) -> float:
     (pp - 1) / (micro-batches of a rank in an update * vpp), of Narayanan et al., arXiv:2104.04473,
     section 2.2.
     """
+    num_microbatches = _num_microbatches(config, layout, lengths)
+    return (layout.pp - 1) / (num_microbatches * (layout.vpp or 1))
+
+
+def _num_microbatches(config: RunConfig, layout: Layout, lengths: Lengths) -> int:
+    """Micro-batches of a rank in an update."""
     batch = config.batch
     samples = batch.prompts_per_step * batch.samples_per_prompt / batch.updates_per_step
-    num_microbatches = round(samples * lengths.total / layout.dp / batch.tokens_per_microbatch)
-    return (layout.pp - 1) / (max(1, num_microbatches) * (layout.vpp or 1))
+    tokens = samples * lengths.total / layout.dp
+    return max(1, round(tokens / batch.tokens_per_microbatch))
 
 
 def _fp8_frac(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
@@ -398,11 +405,20 @@ def _update_phase(
         fp8_frac=_fp8_frac(config, spec, lengths),
     )
     seconds = train_seconds(config, layout, gpu, work, lengths, mfu)
+
+    num_updates = config.batch.num_updates
+    sums = data_parallel_sums(config, spec, layout, gpu)
+    microbatch_s = seconds / num_updates / _num_microbatches(config, layout, lengths)
+    visible_s = num_updates * sums.visible_s(microbatch_s)
+    seconds += visible_s
+
     both_models = " of both models" if critic else ""
     note = (
-        f"{config.batch.num_updates} updates{both_models}, bubble "
+        f"{num_updates} updates{both_models}, bubble "
         f"{bubble(config, layout, lengths):.0%}, of the time "
-        f"{again_in_layers / executed:.0%} recomputes layers, {again_in_head / executed:.0%} logits"
+        f"{again_in_layers / executed:.0%} recomputes layers, {again_in_head / executed:.0%} "
+        f"logits; sums over replicas {num_updates * sums.seconds:.1f} s, {visible_s:.1f} s of them "
+        "visible"
     )
     span = train_span(work, layout, gpu, mfu)
     return Phase("updates", seconds, epoch * epochs, note, span)
@@ -448,13 +464,14 @@ def _rollout_phase(
 
     # Full rounds: every decoding step gives `concurrent` tokens.
     read_bytes = weight_bytes + per_token * concurrent * mean_context
-    full_step_s = _decode_step_s(spec, gpu, tp, read_bytes, concurrent, lengths)
+    full_step_s = decode_step_s(spec, gpu, tp, read_bytes, concurrent, mean_context)
     tokens = samples * lengths.response / num_samplers
     steady_s = tokens / concurrent * full_step_s
 
     # The last round: low concurrency from the mean length to the limit, of which half counts.
+    weight_bytes = _read_weight_bytes(config, spec, tp, _TAIL_SEQUENCES)
     read_bytes = weight_bytes + per_token * _TAIL_SEQUENCES * mean_context
-    tail_step_s = _decode_step_s(spec, gpu, tp, read_bytes, _TAIL_SEQUENCES, lengths)
+    tail_step_s = decode_step_s(spec, gpu, tp, read_bytes, _TAIL_SEQUENCES, mean_context)
     tail_tokens = max(0.0, max_response_tokens(config) - lengths.response)
     tail_s = tail_tokens * tail_step_s / 2
 
@@ -470,7 +487,7 @@ def _rollout_phase(
     note = (
         f"{num_samplers} samplers x {concurrent:.0f} sequences, {tokens_per_s:,.0f} tokens/s a GPU"
     )
-    span = _inverse(constants.DECODE_BANDWIDTH_FRAC)
+    span = constants.DECODE_TIME.span
     return Phase("rollout", seconds, decode_flops + prefill_flops, note, span)
 
 
@@ -497,16 +514,29 @@ def _read_weight_bytes(config: RunConfig, spec: ModelSpec, tp: int, concurrent: 
     else:
         weight_bytes = sampler_weight_bytes(rollout, spec) / tp
 
-    if spec.moe is not None:
-        # Few sequences read few experts; many read all.
-        weight_bytes *= min(1.0, concurrent * spec.moe.top_k / spec.moe.num_experts)
-    return weight_bytes
+    return weight_bytes * read_expert_frac(spec, concurrent)
 
 
-def _decode_step_s(
-    spec: ModelSpec, gpu: Gpu, tp: int, read_bytes: float, concurrent: float, lengths: Lengths
+def read_expert_frac(spec: ModelSpec, concurrent: float) -> float:
+    """Share of the experts that a decoding step reads; 1 for a dense model.
+
+    Few sequences read few experts, many read all.
+    """
+    if spec.moe is None:
+        return 1.0
+    unread_by_one = 1 - spec.moe.top_k / spec.moe.num_experts
+    return 1 - math.pow(unread_by_one, concurrent)
+
+
+def decode_step_s(
+    spec: ModelSpec,
+    gpu: Gpu,
+    tp: int,
+    read_bytes: float,
+    concurrent: float,
+    mean_context: float,
 ) -> float:
-    """Seconds of one decoding step, by the roofline model: the slower of memory and matrix units.
+    """Seconds of one decoding step: reads, matrix products and launches, one after the other.
 
     Args:
         spec: the architecture.
@@ -514,18 +544,20 @@ def _decode_step_s(
         tp: tensor-parallel size of the server.
         read_bytes: weights and cache that each GPU reads.
         concurrent: sequences of the step, one token each.
-        lengths: mean lengths of the samples.
+        mean_context: tokens before it.
     """
-    bandwidth = gpu.memory_gb_s * _GB * constants.DECODE_BANDWIDTH_FRAC.value
-    memory_s = read_bytes / bandwidth
-
-    flops = forward_flops(spec, concurrent, lengths.total, concurrent) / tp
+    memory_s = read_bytes / (gpu.memory_gb_s * _GB * constants.DECODE_BANDWIDTH_FRAC.value)
+    # `forward_flops` counts half of the scores of a causal sequence, twice as long.
+    flops = forward_flops(spec, concurrent, 2 * mean_context, concurrent) / tp
     compute_s = flops / (gpu.bf16_flops_s * constants.DECODE_MFU.value)
-    return max(memory_s, compute_s) + constants.DECODE_OVERHEAD_S.value
+    sequences_s = concurrent * constants.DECODE_SEQUENCE_S.value
+    return memory_s + compute_s + sequences_s + constants.DECODE_OVERHEAD_S.value
 
 
 def _sync_phase(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase:
-    """Weights from the trainer to all servers."""
+    """Weights from the trainer to all servers: every rank gathers them, packs them into buckets and
+    computes their digest, and a server loads each bucket.
+    """
     rollout = config.rollout.sglang
     assert rollout is not None
     num_bytes = sampler_weight_bytes(rollout, spec)
@@ -534,13 +566,33 @@ def _sync_phase(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) ->
 
     if transport == "disk":
         # Written once, read once.
-        seconds = 2 * num_bytes / (constants.DISK_GB_S.value * _GB)
+        sent_s = 2 * num_bytes / (constants.DISK_GB_S.value * _GB)
         rate = constants.DISK_GB_S
     else:
         link_gb_s = gpu.nvlink_gb_s if transport == "ipc" else constants.NETWORK_GB_S.value
         copies = servers_per_feeder(config, layout)
-        seconds = copies * num_bytes / (link_gb_s * _GB * constants.SYNC_FRAC.value)
+        sent_s = copies * num_bytes / (link_gb_s * _GB * constants.SYNC_FRAC.value)
         rate = constants.SYNC_FRAC
         if transport == "broadcast":
             note += f", {copies} on the fullest link"
-    return Phase(f"weight sync ({transport})", seconds, 0.0, note, _inverse(rate))
+
+    gathered_s = export_seconds(config, spec, layout, gpu)
+    memory_gb_s = gpu.memory_gb_s * constants.COPY_FRAC.value
+    copied_s = constants.SYNC_COPIES.value * num_bytes / (memory_gb_s * _GB)
+    num_buckets = math.ceil(num_bytes / (rollout.sync.bucket_mib * 2**20))
+    requests_s = num_buckets * constants.BUCKET_S.value
+
+    parts = [
+        (gathered_s, _inverse(constants.NVLINK_FRAC)),
+        (copied_s, constants.SYNC_COPIES.span),
+        (sent_s, _inverse(rate)),
+        (requests_s, constants.BUCKET_S.span),
+    ]
+    seconds = sum(part for part, _ in parts)
+    low = sum(part * span[0] for part, span in parts) / seconds
+    high = sum(part * span[1] for part, span in parts) / seconds
+    note += (
+        f"; {gathered_s:.2f} s to gather, {copied_s:.2f} s to copy, {sent_s:.2f} s to send, "
+        f"{requests_s:.2f} s for {num_buckets} requests"
+    )
+    return Phase(f"weight sync ({transport})", seconds, 0.0, note, (low, high))

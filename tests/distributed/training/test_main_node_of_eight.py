@@ -24,6 +24,7 @@ from tests.support.node.runs import (
     RUNS,
     NodeRun,
     check_run,
+    shipped_run,
 )
 from tests.support.ranks import RankError
 from tests.support.servers.fake_sglang import FakeSglang
@@ -32,7 +33,8 @@ from tests.support.tiny_models import make_tiny_qwen3
 IN_TEST = "pacs-qwen3-8b-1n8g-tp2"
 IN_FULL = (
     "pacs-qwen2.5-7b-1n8g-tp2",
-    "grpo-qwen3-14b-2n8g-tp4-ahead",
+    "pacs-qwen3-14b-2n8g-tp4",
+    "grpo-qwen3-14b-7n8g-tp2-ahead",
     "grpo-qwen3-30b-a3b-4n8g-ep8",
     "pacs-qwen3-32b-4n8g-tp8",
     "grpo-qwen3-4b-1n8g-tp1",
@@ -57,7 +59,7 @@ def in_tiers() -> list[object]:
 
 @pytest.mark.parametrize("name", in_tiers())
 def test_a_shipped_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
-    check_run(NodeRun(name, tmp_path))
+    check_run(shipped_run(name, tmp_path))
 
 
 def test_the_longest_prompt_of_a_shipped_configuration_gets_a_whole_response() -> None:
@@ -120,9 +122,9 @@ def test_colocated_servers_of_two_nodes_by_ipc(tmp_path: Path, offload: str) -> 
 
     The servers start before the trainer has built its model, and release their memory to it.
     """
-    more = ["rollout.servers.count=8", "rollout.sync.transport=ipc", f"policy.offload={offload}"]
-    if offload == "all":
-        more.append("rollout.servers.mem_fraction=0.6")
+    more = ["rollout.servers.count=8", f"policy.offload={offload}"]
+    if offload == "none":
+        more.append("rollout.servers.mem_fraction=0.35")
     run = NodeRun(IN_TEST, tmp_path, more=tuple(more), nodes=2, gpus=4)
     check_run(run)
     config = load_config(run.run_dir / "config.yaml").config
@@ -136,28 +138,23 @@ def test_colocated_servers_of_two_nodes_by_ipc(tmp_path: Path, offload: str) -> 
 
 @pytest.mark.full
 def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_path: Path) -> None:
-    """60 % of a GPU for servers: beside the trainer's whole state (37 GiB of 80) they would never
+    """85 % of a GPU for servers: beside the trainer's whole state (37 GiB of 141) they would never
     start.
     """
-    plain = NodeRun(IN_TEST, tmp_path / "plain")
-    larger = NodeRun(
-        IN_TEST,
-        tmp_path / "larger",
-        more=("policy.offload=all", "rollout.servers.mem_fraction=0.6"),
-        steps=2,
+    without = "policy.offload=none"
+    plain = NodeRun(
+        IN_TEST, tmp_path / "plain", more=(without, "rollout.servers.mem_fraction=0.35")
     )
+    larger = NodeRun(IN_TEST, tmp_path / "larger")
     for run in (plain, larger):
         run.folder.mkdir()
         run.run()
     assert larger.exported() == plain.exported()
     assert {server["held"] for server in larger.hosts[0]["servers"]} == {larger.exported()}
     assert reproducible_bytes(larger.run_dir) == reproducible_bytes(plain.run_dir)
-    without = (
-        "policy.offload=none",
-        "rollout.servers.mem_fraction=0.6",
-        "rollout.servers.start_timeout_s=15",
+    refused = NodeRun(
+        IN_TEST, tmp_path / "refused", more=(without, "rollout.servers.start_timeout_s=15")
     )
-    refused = NodeRun(IN_TEST, tmp_path / "refused", more=without)
     refused.folder.mkdir()
     with pytest.raises(
         RankError, match=r"waiting for GPU memory|trainer needs"
@@ -166,7 +163,7 @@ def test_offloaded_state_makes_memory_for_a_larger_cache_and_changes_no_bit(tmp_
 
 
 COLOCATED = IN_TEST
-APART = "grpo-qwen3-14b-2n8g-tp4-ahead"
+APART = "grpo-qwen3-14b-7n8g-tp2-ahead"
 PHASES = (
     (COLOCATED, "ipc", "/generate", pytest.mark.full),
     (COLOCATED, "ipc", "/update_weights_from_tensor", pytest.mark.full),
@@ -230,6 +227,8 @@ def check_kill(tmp_path: Path, name: str, transport: str, path: str, tp: int) ->
         f"rollout.servers.count={8 // tp}",
         f"rollout.servers.tp={tp}",
     )
+    if name == APART:
+        more = (*more, "resources.rollout_nodes=1")
     gpu = 5 if tp == 1 else 8 - tp
     killed = NodeRun(name, tmp_path / "killed", steps=4, faults=frozenset({(gpu, path)}), more=more)
     killed.folder.mkdir()
@@ -264,14 +263,19 @@ def test_a_critic_counts_on_the_node_and_in_plan(tmp_path: Path) -> None:
 
     2 x 34 GiB of state beside 16 GiB of working memory do not fit 80 GiB, and fit 141.
     """
-    ppo = ("objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null")
+    ppo = (
+        "objective.name=ppo",
+        "mismatch.score_noise_every=null",
+        "mismatch.max_score_noise=null",
+        "batch.tokens_per_microbatch=9216",
+    )
     path = RUNS / f"{COLOCATED}.yaml"
-    assert not make_plan(load_config(path, ppo)).fits
+    smaller = (*ppo, "resources.gpu=h100")
+    assert not make_plan(load_config(path, smaller)).fits
     with pytest.raises(RankError, match=r"waiting for GPU memory|trainer needs"):
-        _in(tmp_path / "h100", (*ppo, "rollout.servers.start_timeout_s=15")).run()
-    larger = (*ppo, "resources.gpu=h200", "policy.offload=all")
-    assert make_plan(load_config(path, larger)).fits
-    check_run(_in(tmp_path / "h200", larger))
+        _in(tmp_path / "h100", (*smaller, "rollout.servers.start_timeout_s=15")).run()
+    assert make_plan(load_config(path, ppo)).fits
+    check_run(_in(tmp_path / "h200", ppo))
 
 
 def _in(folder: Path, more: tuple[str, ...]) -> NodeRun:

@@ -338,4 +338,7 @@ def live_bytes(policy: Any) -> int:
         for state in part.optimizer.state.values():
             tensors += state.values()
     storages = [tensor.untyped_storage() for tensor in tensors if torch.is_tensor(tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    num_bytes = {storage._cdata: storage.nbytes() for storage in storages}
+    # Off-loaded tensors of the optimizer refer to the copy in host memory.
+    num_bytes.pop(policy.offload.host.untyped_storage()._cdata, None)
+    return sum(num_bytes.values())

@@ -49,6 +49,8 @@ class NodeRun:
     nodes: int = 1
     gpus: int = NUM_GPUS
     """ranks and colocated servers' GPUs of each node"""
+    memory_factor: int = 1
+    """larger GPUs, where the eight ranks have more of the model than the file's ranks"""
     hosts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -143,7 +145,7 @@ class NodeRun:
         )
         num_hosts = self.nodes + config.resources.rollout_nodes
         sockets = [self.folder / f"host{i}" for i in range(num_hosts)]
-        gpu_bytes = GPU_BYTES[config.resources.gpu]
+        gpu_bytes = GPU_BYTES[config.resources.gpu] * self.memory_factor
         hosts = [Host(path, gpu_bytes, scale, self.faults) for path in sockets]
         serving: list[subprocess.Popen[bytes]] = []
         try:
@@ -219,6 +221,29 @@ class NodeRun:
             assert all(process.poll() is None for process in serving), logs
             time.sleep(0.1)
         return list(itertools.chain.from_iterable(file.read_text().split() for file in files))
+
+
+def shipped_run(name: str, folder: Path, *, emulates_fp8: bool = False) -> NodeRun:
+    """A shipped run on eight GPUs of trainers: those of one node, or four of each of two nodes
+    where the file has colocated servers on several nodes. Of rollout nodes there is one.
+    """
+    run = NodeRun(name, folder, emulates_fp8=emulates_fp8)
+    config = load_config(run.config_path).config
+    servers = config.rollout.managed_servers
+    assert servers is not None
+    if config.resources.rollout_nodes:
+        run.more = ("resources.rollout_nodes=1", f"rollout.servers.count={NUM_GPUS // servers.tp}")
+    if not servers.colocated or config.resources.nodes == 1:
+        return run
+
+    run.nodes = 2
+    run.gpus = NUM_GPUS // run.nodes
+    run.more = (f"rollout.servers.count={NUM_GPUS // servers.tp}",)
+    if config.parallel.pp > 1:
+        # In the file, the ranks of a stage share the optimizer's state with another replica.
+        run.more += (f"parallel.tp={NUM_GPUS // config.parallel.pp}",)
+        run.memory_factor = 2
+    return run
 
 
 def _flow(value: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from pacs_megatron.config import load_config
 from pacs_megatron.runtime.run_folder import CONFIG_FILE
-from tests.support.node.runs import RUNS, NodeRun, check_run
+from tests.support.node.runs import RUNS, check_run, shipped_run
 
 NAMES = sorted(path.stem for path in RUNS.glob("*n8g*-fp8.yaml"))
 
@@ -21,6 +21,6 @@ NAMES = sorted(path.stem for path in RUNS.glob("*n8g*-fp8.yaml"))
     [pytest.param(name, marks=() if "8b" in name else (pytest.mark.campaign,)) for name in NAMES],
 )
 def test_a_shipped_fp8_configuration_trains_two_steps_and_saves(tmp_path: Path, name: str) -> None:
-    run = NodeRun(name, tmp_path, emulates_fp8=True)
+    run = shipped_run(name, tmp_path, emulates_fp8=True)
     check_run(run)
     assert load_config(run.run_dir / CONFIG_FILE).config.precision.fp8 is not None

@@ -16,7 +16,8 @@ from pacs_megatron.launch.runs import cancel, log_lines, status
 from pacs_megatron.launch.serve import wait_for_urls
 from pacs_megatron.runtime.run_lock import RunLock
 
-BIG = Path(__file__).parents[3] / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+RUNS = Path(__file__).parents[3] / "configs" / "runs"
+AHEAD = RUNS / "grpo-qwen3-14b-7n8g-tp2-ahead.yaml"
 
 
 def checkpoint(run_dir: Path, step: int, updates: int = 0) -> None:
@@ -346,17 +347,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(
 
 
 def test_describe() -> None:
-    found = describe(BIG, ["run.dir=somewhere"])
-    assert found["RUN_DIR"] == "somewhere/pacs-qwen3-14b-2n8g-tp4"
+    found = describe(AHEAD, ["run.dir=somewhere"])
+    assert found["RUN_DIR"] == "somewhere/grpo-qwen3-14b-7n8g-tp2-ahead"
     wanted = {
-        "TRAIN_NODES": "1",
-        "ROLLOUT_NODES": "1",
+        "TRAIN_NODES": "4",
+        "ROLLOUT_NODES": "3",
         "RANKS_PER_NODE": "8",
         "SYNC_TRANSPORT": "broadcast",
     }
     assert wanted.items() <= found.items()
     with pytest.raises(ConfigError, match="does not divide over resources"):
-        describe(BIG, ["resources.rollout_nodes=3"])
+        describe(AHEAD, ["resources.rollout_nodes=5"])
 
 
 def test_wait_for_urls(tmp_path: Path) -> None:

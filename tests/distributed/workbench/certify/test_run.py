@@ -140,7 +140,7 @@ def test_a_known_error_of_megatron_is_not_reached(tmp_path: Path, name: str) -> 
     "name",
     in_full(
         SHIPPED,
-        ("pacs-qwen3-8b-1n8g-tp2", "grpo-qwen3-14b-2n8g-tp4-ahead", "quickstart-warmstart"),
+        ("pacs-qwen3-8b-1n8g-tp2", "grpo-qwen3-14b-7n8g-tp2-ahead", "quickstart-warmstart"),
     ),
 )
 def test_a_shipped_configuration_is_green(tmp_path: Path, name: str) -> None:

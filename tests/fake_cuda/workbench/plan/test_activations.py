@@ -17,9 +17,9 @@ FP32 = "precision.head=fp32"
 @pytest.mark.parametrize(
     ("config", "overrides"),
     [
-        pytest.param("grpo-qwen3-8b-1n8g-tp2", [FULL], id="8b"),
-        pytest.param("grpo-qwen3-8b-1n8g-tp2", [FULL, FP32], id="fp32", marks=pytest.mark.full),
-        pytest.param("grpo-qwen3-32b-4n8g-tp8", [FULL], id="32b", marks=pytest.mark.full),
+        pytest.param("grpo-qwen3-8b-1n8g-tp1", [FULL], id="8b"),
+        pytest.param("grpo-qwen3-8b-1n8g-tp1", [FULL, FP32], id="fp32", marks=pytest.mark.full),
+        pytest.param("grpo-qwen3-32b-4n8g-tp4", [FULL], id="32b", marks=pytest.mark.full),
     ],
 )
 def test_the_output_layer_beside_kept_inputs(config: str, overrides: list[str]) -> None:

@@ -62,7 +62,7 @@ def test_a_shipped_run_executes(config: str) -> None:
 
 
 def test_state_of_two_layers_by_hand() -> None:
-    """14B at tp 4, dp 2: bf16 weights, fp32 gradients, and 12 bytes of Adam's state over dp.
+    """14B at tp 4, dp 4: bf16 weights, fp32 gradients, and 12 bytes of Adam's state over dp.
 
     Hidden 5120, 40 query and 8 KV heads of 128, MLP 17408, vocabulary 151936 (untied).
     """
@@ -73,24 +73,26 @@ def test_state_of_two_layers_by_hand() -> None:
     mlp = 3 * 5120 * 17408 / 4
     norms = 2 * 5120 + 2 * 128
     parameters = 2 * (qkv + projection + mlp + norms) + 2 * 151936 * 5120 / 4 + 5120
-    by_hand = parameters * (2 + 4 + 12 / 2)
-    assert traced["live_after"]["update"] == pytest.approx(by_hand, rel=0.02)
+    by_hand = parameters * (2 + 4 + 12 / 4)
+    # Megatron's local layers keep a buffer for the gathered hidden states of a micro-batch.
+    by_hand += 2 * 40960 * 5120
+    assert traced["live_after"]["update"] == pytest.approx(by_hand, rel=0.01)
 
 
 OTHER_RANKS = {
     f"{config} on rank {rank}": (config, rank)
     for config, rank in (
         ("configs/runs/pacs-qwen3-14b-2n8g-tp4.yaml", 3),
-        ("configs/runs/pacs-qwen3-14b-2n8g-tp4.yaml", 7),
+        ("configs/runs/pacs-qwen3-14b-2n8g-tp4.yaml", 15),
         ("configs/runs/pacs-qwen3-32b-4n8g-tp8.yaml", 7),
-        ("configs/runs/pacs-qwen3-32b-4n8g-tp8.yaml", 15),
+        ("configs/runs/pacs-qwen3-32b-4n8g-tp8.yaml", 31),
         ("configs/runs/pacs-qwen3-30b-a3b-4n8g-ep8.yaml", 7),
-        ("configs/runs/pacs-qwen3-30b-a3b-4n8g-ep8.yaml", 15),
+        ("configs/runs/pacs-qwen3-30b-a3b-4n8g-ep8.yaml", 31),
         ("configs/runs/pacs-qwen3-8b-1n8g-tp2.yaml", 7),
         ("configs/paper/ppo-qwen3-8b.yaml", 7),
         (PIPELINE, 0),
-        (PIPELINE, 16),
         (PIPELINE, 31),
+        (PIPELINE, 63),
     )
 }
 
@@ -112,7 +114,7 @@ def test_a_middle_and_the_last_rank_execute(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["broadcast", "ipc", "disk"])
 def test_weights_reach_the_buckets_of_each_transport(transport: str) -> None:
-    config = "configs/runs/pacs-qwen3-4b-1n8g-tp1.yaml"
+    config = "configs/runs/grpo-qwen3-4b-1n8g-tp1.yaml"
     override = f"rollout.sync.transport={transport}"
     traced = trace(request_of(config, paths=("export",), overrides=[override]))
 
@@ -135,10 +137,16 @@ def test_an_update_leaves_no_graph_of_recomputed_experts() -> None:
     gradient until the next forward pass: 0.08 GiB a layer here, which the next update had beside
     its own. It kept the order of the tokens too, 1.4 MiB a layer here.
     """
-    assert left_after_update(trace(request_of(EXPERTS))) < 0.02
+    full = [
+        "parallel.tp=1",
+        "parallel.sequence_parallel=false",
+        "parallel.recompute.granularity=full",
+        "batch.tokens_per_microbatch=30720",
+    ]
+    assert left_after_update(trace(request_of(EXPERTS, overrides=full))) < 0.02
 
     kept = ("pacs_megatron.policy.model", "    dispatcher.probs = None\n", "    pass\n")
-    assert left_after_update(trace(request_of(EXPERTS), kept)) > 0.1
+    assert left_after_update(trace(request_of(EXPERTS, overrides=full), kept)) > 0.1
 
 
 def test_reviewed_functions_of_the_product_exist() -> None:

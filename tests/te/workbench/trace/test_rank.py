@@ -27,8 +27,8 @@ LOCAL_LAYERS_ONLY = ("rope_utils.py", "PackedAttention")
         (WIDE, 0, 2),
         (CRITIC, 0, 2),
         (PIPELINE, 0, 8),
-        pytest.param(PIPELINE, 16, 8, marks=pytest.mark.campaign),
-        (PIPELINE, 31, 8),
+        pytest.param(PIPELINE, 31, 8, marks=pytest.mark.campaign),
+        (PIPELINE, 63, 8),
     ],
 )
 def test_a_shipped_run_executes(config: str, rank: int, num_layers: int) -> None:

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[4]
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
 CLUSTER_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
 BIG = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
+AHEAD = ROOT / "configs" / "runs" / "grpo-qwen3-14b-7n8g-tp2-ahead.yaml"
 
 
 def run_plan(path: Path, overrides: list[str], **options: bool) -> tuple[str, bool]:
@@ -87,7 +88,8 @@ def test_shipped_configs_plan_and_fit(path: Path) -> None:
     loaded = load_config(path)
     plan = make_plan(loaded)
     assert plan.fits
-    assert plan.peak.total > 0.3 * GPUS["h100"].memory_gib * GIB  # else the layout wastes GPUs
+    assert plan.gpu is GPUS["h200"]
+    assert plan.peak.total > 0.6 * plan.gpu.memory_bytes  # else the layout wastes GPUs
     resources = loaded.config.resources
     parallel = loaded.config.parallel
     objective, rest = path.stem.split("-", 1)
@@ -100,57 +102,73 @@ def test_shipped_configs_plan_and_fit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
-def test_shipped_configs_recompute_only_where_memory_is_short(path: Path) -> None:
-    """Recomputation costs a third of the update's time; `plan` estimates memory within some
-    percent, hence 93 %.
-    """
-    config = load_config(path).config
-    plan = make_plan(load_config(path, ["parallel.recompute.granularity=none"]))
-    share = max(stage.total for stage in plan.stages) / (GPUS["h100"].memory_gib * GIB)
-    assert config.parallel.recompute.granularity == ("none" if share <= 0.93 else "full"), (
-        f"{share:.2f} without recompute"
-    )
+def test_shipped_layouts_are_the_smallest_that_fit(path: Path) -> None:
+    """Without recomputation, and with the file's token budget, which leaves no score pass."""
+    plan = make_plan(load_config(path))
+    config = plan.config
+    assert config.parallel.recompute.granularity == "none"
+    assert plan.layout.cp == 1
+    passes = timing.num_forward_passes(config, groups_together=True)
+    is_together = timing.keeps_groups_together(config, plan.lengths)
+    assert timing.num_forward_passes(config, groups_together=is_together) == passes
+
+    for axis in ("tp", "pp"):
+        size = getattr(config.parallel, axis)
+        if size == 1:
+            continue
+        has_sequences = axis != "tp" or size > 2
+        smaller = [
+            f"parallel.{axis}={size // 2}",
+            f"parallel.sequence_parallel={str(has_sequences).lower()}",
+        ]
+        assert not make_plan(load_config(path, smaller)).fits
 
 
 @pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
-def test_the_h200_include_fits_every_shipped_config(path: Path, tmp_path: Path) -> None:
-    both = tmp_path / "both.yaml"
-    both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200.yaml'}]\n")
-    plan = make_plan(load_config(both))
-    assert plan.gpu is not None and plan.gpu.name == "h200"
-    assert plan.may_fit  # experts without recomputation exceed it at twice the mean load
-    assert plan.fits or plan.spec.moe is not None
-    assert plan.config.parallel.recompute.granularity == "none"
-    assert plan.step_s < make_plan(load_config(path)).step_s
-
-
-WITH_WHOLE_GROUPS = ["pacs-qwen3-30b-a3b-4n8g-ep8", "pacs-qwen3-32b-4n8g-tp8-fp8"]
-"""shipped runs whose token budget holds most groups; the others lack the memory on an H100"""
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in CLUSTER_RUNS if path.stem.startswith("pacs")], ids=lambda p: p.stem
-)
-def test_shipped_token_budgets_hold_groups_where_memory_allows(path: Path, tmp_path: Path) -> None:
-    """With the recomputation that a run needs anyway, and at most 93 % of the memory."""
+def test_servers_have_most_of_the_memory_and_neither_side_waits(path: Path) -> None:
+    """Colocated: the trainer's state is in host memory while servers sample. Ahead of training: the
+    rollout and the trainer's phases take nearly equally long.
+    """
     plan = make_plan(load_config(path))
-    most = 0.93 * GPUS["h100"].memory_gib * GIB
-    holds = timing.keeps_groups_together(plan.config, plan.lengths)
-    assert holds == (path.stem in WITH_WHOLE_GROUPS) and plan.stages[0].total <= max(
-        most, make_plan(load_config(path, ["batch.tokens_per_microbatch=9216"])).stages[0].total
-    )
-    text, fits = run_plan(path, [])
-    assert fits and ("most of them whole" in text or "all of them whole" in text) == holds
-    if not any(word in path.stem for word in ("4b", "30b", "72b")):
+    servers = plan.config.rollout.managed_servers
+    assert servers is not None and servers.mem_fraction is not None
+    assert servers.mem_fraction >= 0.85
+    if servers.colocated:
+        assert plan.config.policy.offload == "all"
+        num_gpus = plan.config.resources.nodes * plan.config.resources.gpus_per_node
+        assert servers.count * servers.tp == num_gpus
+        assert plan.idle == {"trainer": 0.0, "servers": 0.0}
+        return
+    assert plan.is_ahead
+    assert max(plan.idle.values()) <= 0.1
+
+
+@pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
+def test_the_h100_include_fits_every_shipped_config(path: Path, tmp_path: Path) -> None:
+    """And `h100-groups` leaves no score pass of PACS."""
+    kinds = ("h100", "h100-groups") if path.stem.startswith("pacs") else ("h100",)
+    for kind in kinds:
         both = tmp_path / "both.yaml"
-        both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / 'h200-groups.yaml'}]\n")
+        both.write_text(f"include: [{path}, {ROOT / 'configs' / 'gpus' / kind}.yaml]\n")
         plan = make_plan(load_config(both))
-        assert plan.may_fit and timing.keeps_groups_together(plan.config, plan.lengths)
+        assert plan.gpu is GPUS["h100"]
+        assert plan.fits
+        assert plan.step_s > make_plan(load_config(path)).step_s
+    assert kind == "h100" or timing.keeps_groups_together(plan.config, plan.lengths)
+
+
+PACS_RUNS = [path for path in CLUSTER_RUNS if path.stem.startswith("pacs")]
+
+
+@pytest.mark.parametrize("path", PACS_RUNS, ids=lambda path: path.stem)
+def test_plan_prints_that_groups_are_whole(path: Path) -> None:
+    text, fits = run_plan(path, [])
+    assert fits and "keeps most of them whole, without a score pass" in text
 
 
 def test_the_search_finds_a_token_budget_for_whole_groups() -> None:
     """It is the largest that fits: 1,024 tokens more do not, or it holds the longest group."""
-    plan = make_plan(load_config(BIG, ["resources.gpu=h200"]))
+    plan = make_plan(load_config(BIG, ["batch.tokens_per_microbatch=9216"]))
     found = search_layouts(plan)
     assert (
         found[0].fits
@@ -163,12 +181,7 @@ def test_the_search_finds_a_token_budget_for_whole_groups() -> None:
             batch = each.config.batch.model_copy(update={"tokens_per_microbatch": budget + 1024})
             more = plan_of(each.config.model_copy(update={"batch": batch}), plan.spec)
             assert each.fits and (not more.fits or budget == 8 * 9216)
-    grpo = make_plan(
-        load_config(
-            BIG.with_name(BIG.name.replace("pacs", "grpo").replace("-fp8", "")),
-            ["resources.gpu=h200"],
-        )
-    )
+    grpo = make_plan(load_config(BIG.with_name("grpo-qwen3-14b-2n8g-tp2.yaml")))
     assert {each.config.batch.tokens_per_microbatch for each in search_layouts(grpo)} == {9216}
 
 
@@ -217,7 +230,9 @@ def test_compare_prints_h100_and_h200_side_by_side(path: Path) -> None:
     )
     by = {(row["gpu"], row["recompute"], row["offload"]): row for row in rows}
     for gpu in ("h100", "h200"):
-        assert float(by[gpu, "none", "none"]["step"]) < float(by[gpu, "full", "none"]["step"])
+        steps_s = [float(by[gpu, kind, "none"]["step"]) for kind in ("none", "full")]
+        # Ahead of training, the servers may take longer than either.
+        assert steps_s[0] < steps_s[1] or (plan.is_ahead and steps_s[0] == steps_s[1])
         assert float(by[gpu, "none", "none"]["train"]) > float(by[gpu, "full", "none"]["train"])
         if is_colocated:  # off-loading makes memory for the servers
             assert float(by[gpu, "none", "all"]["servers"]) < float(
@@ -275,14 +290,14 @@ def test_a_plan_that_does_not_fit_names_what_to_change() -> None:
             "parallel.recompute.granularity=full",
         ),
         (
-            "pacs-qwen3-4b-1n8g-tp1",
-            ["rollout.servers.mem_fraction=0.9"],
+            "pacs-qwen3-4b-1n8g-tp2",
+            ["rollout.servers.mem_fraction=0.99"],
             "rollout.servers.mem_fraction (lower)",
         ),
         (
             "pacs-qwen3-32b-4n8g-tp8",
-            ["rollout.servers.tp=1", "rollout.servers.mem_fraction=0.5"],
-            "rollout.servers.mem_fraction (at least 0.80) or rollout.servers.tp (higher): beside "
+            ["rollout.servers.tp=1", "rollout.servers.mem_fraction=0.4"],
+            "rollout.servers.mem_fraction (at least 0.46) or rollout.servers.tp (higher): beside "
             "the weights, 0 of",
         ),
         (
@@ -305,8 +320,8 @@ def test_search_without_a_layout_that_fits() -> None:
 
 
 def test_a_run_that_fits_only_with_average_assumptions() -> None:
-    """30B-A3B with full recomputation: 75 GiB of an H100's 79, and more if one rank's experts have
-    twice the mean load.
+    """30B-A3B: 109 GiB of an H200's 140, and more if one rank's experts have twice the mean
+    load.
     """
     path = ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml"
     larger = ["batch.tokens_per_microbatch=40960"]
@@ -346,7 +361,7 @@ def test_the_range_contains_the_other_moment() -> None:
     plan = make_plan(
         load_config(
             ROOT / "configs" / "runs" / "grpo-qwen3-30b-a3b-4n8g-ep8.yaml",
-            ["parallel.recompute.granularity=none", "batch.tokens_per_microbatch=16384"],
+            ["resources.gpu=h100", "batch.tokens_per_microbatch=16384"],
         )
     )
     config = plan.config
@@ -360,7 +375,8 @@ def test_the_range_contains_the_other_moment() -> None:
 
 
 def test_the_pipeline_bubble_uses_the_given_lengths() -> None:
-    loaded = load_config(BIG, ["parallel.pp=2", "parallel.tp=4"])
+    one_replica = ["parallel.pp=2", "resources.nodes=1", "rollout.servers.count=8"]
+    loaded = load_config(BIG, [*one_replica, "batch.tokens_per_microbatch=9216"])
     plan = make_plan(loaded)
     for response in (500, 8000):
         lengths = replace(plan.lengths, response=response)
@@ -370,12 +386,10 @@ def test_the_pipeline_bubble_uses_the_given_lengths() -> None:
         )
 
 
-@pytest.mark.parametrize(("gpus", "is_tight"), [("h200-groups", True), ("h200", False)])
-def test_a_plan_prints_a_range_that_does_not_fit(tmp_path: Path, gpus: str, is_tight: bool) -> None:
-    both = tmp_path / "both.yaml"
+@pytest.mark.parametrize(("budget", "is_tight"), [(36864, True), (9216, False)])
+def test_a_plan_prints_a_range_that_does_not_fit(budget: int, is_tight: bool) -> None:
     run = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
-    both.write_text(f"include: [{run}, {ROOT / 'configs' / 'gpus' / gpus}.yaml]\n")
-    text, fits = run_plan(both, [])
+    text, fits = run_plan(run, [f"batch.tokens_per_microbatch={budget}"])
     assert (
         fits
         and ("but 145.6 GiB with the highest assumptions, which does not fit" in text) == is_tight
@@ -387,7 +401,7 @@ def test_a_colocated_server_leaves_something_behind() -> None:
     items = {item.name: item.num_bytes for item in make_plan(loaded).stages[0].items}
     assert items["SGLang server that released its memory"] == constants.SGLANG_RELEASED_BYTES.value
     assert not [
-        item for item in make_plan(load_config(BIG)).stages[0].items if "released" in item.name
+        item for item in make_plan(load_config(AHEAD)).stages[0].items if "released" in item.name
     ]
 
 
@@ -398,7 +412,8 @@ def test_the_critic_counts_in_a_save() -> None:
     path = ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml"
     ppo = ["objective.name=ppo", "mismatch.score_noise_every=null", "mismatch.max_score_noise=null"]
     alone, both = (
-        make_plan(load_config(path, options)).host_bytes_per_rank for options in ([], ppo)
+        make_plan(load_config(path, ["policy.offload=none", *options])).host_bytes_per_rank
+        for options in ([], ppo)
     )
     assert both - alone == pytest.approx(14 / 4 * (4.0956e9 - 151936 * 4096 / 2), rel=2e-3)
 
@@ -428,8 +443,8 @@ def test_offloaded_state_by_hand() -> None:
         seconds = [phase.seconds for phase in plan.phases if phase.name == "off-load"]
         assert seconds == ([pytest.approx(2 * moved[kind] / 40e9, rel=1e-3)] if moved[kind] else [])
         assert plan.stages[0].total == plans["none"].stages[0].total
-    larger = ["rollout.servers.mem_fraction=0.65"]
-    assert not make_plan(load_config(path, larger)).fits
+    larger = ["rollout.servers.mem_fraction=0.8"]
+    assert not make_plan(load_config(path, [*larger, "policy.offload=none"])).fits
     assert make_plan(load_config(path, [*larger, "policy.offload=optimizer"])).fits
 
 
@@ -460,7 +475,7 @@ def test_activations_of_experts() -> None:
     """
     spec = find_spec("Qwen/Qwen3-30B-A3B")
     assert spec is not None
-    base = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml").config
+    base = load_config(ROOT / "configs" / "runs" / "grpo-qwen3-30b-a3b-4n8g-ep8.yaml").config
 
     def bytes_of(**parallel: Any) -> float:
         config = base.model_copy(update={"parallel": base.parallel.model_copy(update=parallel)})
@@ -490,7 +505,7 @@ def test_search_finds_a_layout_that_fits() -> None:
     assert plans[0].fits
     fitting = [plan.step_s for plan in plans if plan.fits]
     assert fitting == sorted(fitting)
-    assert all(plan.layout.world_size == 8 for plan in plans)
+    assert all(plan.layout.world_size == 16 for plan in plans)
     layouts = {(plan.layout.tp, plan.layout.pp) for plan in plans}
     assert {(1, 1), (8, 1), (2, 4)} <= layouts
     assert (3, 1) not in layouts
@@ -506,15 +521,22 @@ def test_search_needs_gpus(tmp_path: Path, tiny_qwen3: Path) -> None:
 
 
 def test_steps_ahead_take_as_long_as_the_slower_side() -> None:
-    config = ROOT / "configs" / "runs" / "grpo-qwen3-14b-2n8g-tp4.yaml"
-    turns = make_plan(load_config(config))
-    ahead = make_plan(load_config(config, ("rollout.max_staleness=1",)))
+    turns = make_plan(load_config(AHEAD, ("rollout.max_staleness=0",)))
+    ahead = make_plan(load_config(AHEAD))
     seconds = {phase.name.split(" (")[0]: phase.seconds for phase in turns.phases}
     rollout = seconds["rollout"]
     sync = seconds["weight sync"]
     assert turns.step_s == pytest.approx(sum(seconds.values()))
     assert ahead.step_s == pytest.approx(max(rollout + sync, turns.step_s - rollout))
     assert ahead.step_s < turns.step_s
+
+    # In turns, each side waits for the other one.
+    trainer_s = turns.step_s - rollout
+    servers_s = rollout + sync
+    waits = {"trainer": rollout / turns.step_s, "servers": (trainer_s - sync) / turns.step_s}
+    assert turns.idle == pytest.approx(waits)
+    waits = {"trainer": 1 - trainer_s / ahead.step_s, "servers": 1 - servers_s / ahead.step_s}
+    assert ahead.idle == pytest.approx(waits)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("fp32", 4)])

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published_decode as decode
 from benchmarks import published_throughput as throughput
 from pacs_megatron.config import load_config
 from pacs_megatron.models import read_spec
+from pacs_megatron.runtime.gpus import GPUS
+from pacs_megatron.workbench.plan import constants, timing
 from pacs_megatron.workbench.plan import plan as planning
-from pacs_megatron.workbench.plan import timing
 from pacs_megatron.workbench.plan.memory import kv_bytes_per_token
 from pacs_megatron.workbench.plan.render import render
 
@@ -21,8 +23,26 @@ ROOT = Path(__file__).parents[4]
 H100_BYTES = 79.1 * 2**30
 
 
+H100 = ["resources.gpu=h100", "batch.tokens_per_microbatch=9216"]
+SERVERS_APART = [
+    "policy.offload=none",
+    "resources.rollout_nodes=1",
+    "rollout.servers.colocated=false",
+    "rollout.servers.count=8",
+    "rollout.sync.transport=broadcast",
+]
+BY_HAND = {
+    "pacs-qwen3-8b-1n8g-tp2": H100,
+    "pacs-qwen3-14b-2n8g-tp4": [*H100, "resources.nodes=1", *SERVERS_APART],
+    "pacs-qwen3-14b-2n8g-tp4-fp8": [],
+    "grpo-qwen3-30b-a3b-4n8g-ep8": [*H100, "resources.nodes=2", "rollout.servers.count=8"],
+}
+"""the counts below are of these, on H100"""
+
+
 def plan_of(name: str, *overrides: str) -> planning.Plan:
-    return planning.make_plan(load_config(ROOT / "configs" / "runs" / name, list(overrides)))
+    path = ROOT / "configs" / "runs" / f"{name}.yaml"
+    return planning.make_plan(load_config(path, [*BY_HAND[name], *overrides]))
 
 
 def items(plan: planning.Plan) -> dict[str, float]:
@@ -38,7 +58,7 @@ def test_8b_with_tp2_on_eight_gpus() -> None:
     """36 layers, hidden 4096, 32 query and 8 KV heads of 128, MLP 12288, vocabulary 151936
     (untied); dp = 4.
     """
-    named = items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml", "policy.offload=none"))
+    named = items(plan_of("pacs-qwen3-8b-1n8g-tp2", "policy.offload=none"))
     qkv = 4096 * 6144 / 2
     projection = 4096 * 4096 / 2
     mlp = 3 * 4096 * 12288 / 2
@@ -68,7 +88,7 @@ def test_14b_with_tp4_on_one_node_of_eight() -> None:
     """40 layers, hidden 5120, 40 query and 8 KV heads of 128, MLP 17408, vocabulary 151936
     (untied); dp = 2.
     """
-    plan = plan_of("pacs-qwen3-14b-2n8g-tp4.yaml")
+    plan = plan_of("pacs-qwen3-14b-2n8g-tp4")
     named = items(plan)
     qkv = 5120 * 7168 / 4
     projection = 5120 * 5120 / 4
@@ -92,9 +112,9 @@ def test_recomputation_by_hand() -> None:
     queries, keys and values instead of the values alone. `layernorm` drops nothing, because
     Transformer Engine fuses both norms with what follows.
     """
-    none = found(items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml")), "activations")
+    none = found(items(plan_of("pacs-qwen3-8b-1n8g-tp2")), "activations")
 
-    full = items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml", "parallel.recompute.granularity=full"))
+    full = items(plan_of("pacs-qwen3-8b-1n8g-tp2", "parallel.recompute.granularity=full"))
     assert found(full, "layer inputs kept") == pytest.approx(37 * 9216 * 2 * 4096 / 2)
 
     changes = {
@@ -107,7 +127,7 @@ def test_recomputation_by_hand() -> None:
             "parallel.recompute.granularity=selective",
             f"parallel.recompute.modules=[{module}]",
         )
-        some = items(plan_of("pacs-qwen3-8b-1n8g-tp2.yaml", *overrides))
+        some = items(plan_of("pacs-qwen3-8b-1n8g-tp2", *overrides))
         assert found(some, "activations") - none == pytest.approx(36 * 9216 * change)
 
 
@@ -115,8 +135,8 @@ def test_recomputed_experts_by_hand() -> None:
     """Qwen3-30B-A3B with ep 8: hidden 2048, 32 query and 4 KV heads of 128, 8 of 128 experts of
     width 768.
     """
-    overrides = ["batch.tokens_per_microbatch=40960"]
-    named = items(plan_of("pacs-qwen3-30b-a3b-4n8g-ep8.yaml", *overrides))
+    overrides = ["parallel.recompute.granularity=full", "batch.tokens_per_microbatch=40960"]
+    named = items(plan_of("grpo-qwen3-30b-a3b-4n8g-ep8", *overrides))
     assert found(named, "layer inputs kept") == 49 * 40960 * 2 * 2048
 
     # The fullest rank has 1.3 times the mean of the tokens. Of the layer, without its input: three
@@ -137,7 +157,7 @@ def test_widths_follow_the_dtypes(dtype: str) -> None:
     """Of 14B in fp32: gathered weights and the exported model; of fp32 servers: their cache."""
     width = {"bf16": 2, "fp32": 4}[dtype]
     plan = plan_of(
-        "pacs-qwen3-14b-2n8g-tp4.yaml",
+        "pacs-qwen3-14b-2n8g-tp4",
         f"precision.dtype={dtype}",
         f"rollout.dtype={dtype}",
         "rollout.sync.bucket_mib=1024",
@@ -153,7 +173,7 @@ def test_widths_follow_the_dtypes(dtype: str) -> None:
 @pytest.mark.parametrize(("tp", "heads_per_gpu"), [(1, 4), (2, 2), (4, 1), (8, 1)])
 def test_a_server_never_splits_a_kv_head(tp: int, heads_per_gpu: int) -> None:
     """48 layers with 4 KV heads of 128: keys and values in bf16."""
-    spec = plan_of("pacs-qwen3-30b-a3b-4n8g-ep8.yaml").spec
+    spec = plan_of("grpo-qwen3-30b-a3b-4n8g-ep8").spec
 
     assert kv_bytes_per_token(spec, tp, 2) == 2 * 48 * heads_per_gpu * 128 * 2
 
@@ -163,7 +183,7 @@ def test_seconds_of_an_update_by_hand(granularity: str) -> None:
     """14B: three forward passes' FLOPs, a fourth of the layers with recomputation, at 45 % of 8
     H100 less the tp loss.
     """
-    plan = plan_of("pacs-qwen3-14b-2n8g-tp4.yaml", f"parallel.recompute.granularity={granularity}")
+    plan = plan_of("pacs-qwen3-14b-2n8g-tp4", f"parallel.recompute.granularity={granularity}")
     prompt = plan.lengths.prompt
     response = plan.lengths.response
     total = prompt + response
@@ -177,7 +197,14 @@ def test_seconds_of_an_update_by_hand(granularity: str) -> None:
     assert updates.seconds == pytest.approx(seconds, rel=0.03)
     assert updates.flops == pytest.approx(tokens * 3 * (layers + head), rel=0.03)
     (sync,) = [phase for phase in plan.phases if phase.name.startswith("weight sync")]
-    assert sync.seconds == pytest.approx(2 * 14_768_307_200 / (40e9 * 0.5), rel=0.03)
+    # Three quarters of the weights over NVLink, seven times their bytes in memory, one copy over
+    # half of a network link, and 56 requests.
+    weights = 2 * 14_768_307_200
+    gathered = weights * 3 / 4 / (0.75 * 450e9)
+    copied = 7 * weights / (0.6 * 3350e9)
+    assert sync.seconds == pytest.approx(
+        gathered + copied + weights / (40e9 * 0.5) + 56 * 0.005, rel=0.01
+    )
 
 
 def test_seconds_of_experts_by_hand() -> None:
@@ -185,7 +212,7 @@ def test_seconds_of_experts_by_hand() -> None:
     take the time of 255 kB over NVLink each, and a third more for the recomputed forward pass.
     """
     none, full = (
-        plan_of("grpo-qwen3-30b-a3b-4n8g-ep8.yaml", f"parallel.recompute.granularity={kind}")
+        plan_of("grpo-qwen3-30b-a3b-4n8g-ep8", f"parallel.recompute.granularity={kind}")
         for kind in ("none", "full")
     )
     for plan, share in ((none, 1.0), (full, 4 / 3)):
@@ -214,8 +241,44 @@ def test_published_throughputs_outside_the_fit() -> None:
     assert statistics.median(errors) <= 0.15
 
 
+def test_published_decoding_steps_outside_the_fit() -> None:
+    """At most 15 % in the median, each within the plan's range; the constants are those of the
+    fit.
+    """
+    errors = []
+    low, high = constants.DECODE_TIME.span
+    for row in decode.ROWS:
+        if row.is_fitted:
+            continue
+        ratio = row.published_ms / decode.planned_ms(row)
+        errors.append(abs(1 / ratio - 1))
+        assert low <= ratio <= high
+    assert statistics.median(errors) <= 0.15
+
+    overhead_s, sequence_s, memory, compute = decode.fitted()
+    assert constants.DECODE_OVERHEAD_S.value == pytest.approx(overhead_s, rel=0.03)
+    assert constants.DECODE_SEQUENCE_S.value == pytest.approx(sequence_s, rel=0.03)
+    assert constants.DECODE_BANDWIDTH_FRAC.value == pytest.approx(1 / memory, rel=0.03)
+    assert constants.DECODE_MFU.value == pytest.approx(1 / compute, rel=0.03)
+
+
+def test_a_decoding_step_by_hand() -> None:
+    """14B on one H200, 100 sequences after 2,000 tokens: 29.5 GB of weights and 40 layers with 8
+    KV heads of 128, both in bf16.
+    """
+    spec = plan_of("pacs-qwen3-14b-2n8g-tp4-fp8").spec
+    read_bytes = 2 * 14_768_307_200 + 100 * 2000 * 40 * 2 * 8 * 128 * 2
+    seconds = timing.decode_step_s(spec, GPUS["h200"], 1, read_bytes, 100, 2000)
+
+    # Products of the matrices that a token passes, without the embedding, and attention's two.
+    matrices = 14_768_307_200 - 151936 * 5120
+    flops = 100 * (2 * matrices + 2 * 2 * 2000 * 40 * 40 * 128)
+    by_hand = read_bytes / (0.99 * 4800e9) + flops / (0.74 * 989e12) + 100 * 49e-6 + 0.0028
+    assert seconds == pytest.approx(by_hand, rel=0.01)
+
+
 def test_ranges_contain_the_plan() -> None:
-    plan = plan_of("pacs-qwen3-14b-2n8g-tp4-fp8.yaml")
+    plan = plan_of("pacs-qwen3-14b-2n8g-tp4-fp8")
     for memory in (*plan.stages, plan.rollout):
         assert memory is not None and memory.span[0] < memory.total < memory.span[1]
     low, high = plan.step_span
