@@ -54,7 +54,7 @@ def logits_per_chunk(device_bytes: float | None) -> int:
     """Number of elements of one chunk of logits.
 
     Every chunk reads and writes the fp32 gradient of the whole output layer, so larger chunks move
-    fewer bytes. At 12 bytes an element a chunk needs 2.3 % of the GPU's memory. On the CPU it needs
+    fewer bytes. At 10 bytes an element a chunk needs 2 % of the GPU's memory. On the CPU it needs
     256 MiB in fp32.
 
     Args:

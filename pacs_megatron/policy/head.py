@@ -75,10 +75,10 @@ class _Head:
             hidden: [c, hidden], in the dtype of the weights or fp32.
 
         Returns:
-            [c, v / tp], fp32, a new tensor.
+            [c, v / tp], a new tensor, fp32, or in the dtype of the weights if the product has it.
         """
         if hidden.dtype == self.weight.dtype:
-            logits = F.linear(hidden, self.weight).float()
+            logits = F.linear(hidden, self.weight)
         elif self.weight.is_cuda:
             # Splits fp32 hidden states into two bf16 summands, so the weights need no fp32 copy.
             high = hidden.to(self.weight.dtype)
@@ -89,7 +89,7 @@ class _Head:
             logits = F.linear(hidden, self.weight.float())
 
         if self.temperature != 1.0:
-            logits = logits / self.temperature
+            logits = logits.float() / self.temperature
         if self.num_valid < logits.shape[-1]:
             logits[:, self.num_valid :] = float("-inf")
         return logits
@@ -121,8 +121,8 @@ class _Head:
         H = log Z - sum (z exp z) / Z.
 
         Args:
-            logits: [c, v / tp], fp32. Overwritten unless there is a `loss_gradient`, for which the
-                forward pass needs them again.
+            logits: [c, v / tp], of `logits`. Overwritten unless there is a `loss_gradient`, for
+                which the forward pass needs them again.
             targets: [c], int64, token ids.
 
         Returns:
@@ -130,10 +130,9 @@ class _Head:
             [c], fp32, log of the partition function of the unshifted logits, nats.
             [c], fp32, entropies, nats; None unless `want_entropy`.
         """
-        top = logits.max(dim=-1).values
+        top = logits.max(dim=-1).values.float()
         self.reduce(top, dist.ReduceOp.MAX)
-        shift = top[:, None]
-        logits = logits.sub_(shift) if self.loss_gradient is None else logits - shift
+        logits = _minus(logits, top, overwrite=self.loss_gradient is None)
 
         columns, inside = self.local_targets(targets)
         target_logit = logits.gather(1, columns[:, None])[:, 0].masked_fill(~inside, 0.0)
@@ -168,7 +167,7 @@ class _Head:
         where dH/dz = -p (log p + H).
 
         Args:
-            logits: [c, v / tp], fp32, of `logits`; overwritten.
+            logits: [c, v / tp], of `logits`; overwritten.
             targets: [c], int64, token ids.
             log_z: [c], fp32, log of the partition function.
             upstream: [c], fp32, derivative of the loss by each log-prob.
@@ -178,25 +177,48 @@ class _Head:
         Returns:
             [c, v / tp], in the dtype of the weights.
         """
-        logits.sub_(log_z[:, None])  # log p
+        log_p = _minus(logits, log_z, overwrite=True)
 
         slope = None
         if by_entropy is not None:
             of_entropy, entropy = by_entropy
             # Skips padding, where p = 0 and log p = -inf.
-            slope = logits[:, : self.num_valid] + entropy[:, None]
+            slope = log_p[:, : self.num_valid] + entropy[:, None]
             slope *= (of_entropy / self.temperature)[:, None]
 
-        gradient = logits.exp_().neg_()
+        probabilities = log_p.exp_()
         if slope is not None:
-            slope *= gradient[:, : self.num_valid]
+            slope *= probabilities[:, : self.num_valid]
 
+        # The gradient is -(p - 1[target]) * upstream / T, minus the slope. Each pass over a chunk
+        # costs time, so the factor has the sign, and the product the dtype of the result.
         columns, inside = self.local_targets(targets)
-        gradient.scatter_add_(1, columns[:, None], inside[:, None].to(gradient.dtype))
-        gradient *= (upstream / self.temperature)[:, None]
+        probabilities.scatter_add_(1, columns[:, None], -inside[:, None].to(probabilities.dtype))
+        factor = (-upstream / self.temperature)[:, None]
+        if slope is None and self.weight.dtype != torch.float32:
+            out = torch.empty_like(probabilities, dtype=self.weight.dtype)
+            return torch.mul(probabilities, factor, out=out)
+
+        gradient = probabilities.mul_(factor)
         if slope is not None:
-            gradient[:, : self.num_valid] += slope
+            gradient[:, : self.num_valid] -= slope
         return gradient.to(self.weight.dtype)
+
+
+def _minus(logits: Tensor, column: Tensor, *, overwrite: bool) -> Tensor:
+    """`logits` minus a value for each row, in fp32.
+
+    Args:
+        logits: [c, v / tp], fp32 or bf16.
+        column: [c], fp32.
+        overwrite: writes fp32 logits in place.
+
+    Returns:
+        [c, v / tp], fp32.
+    """
+    if overwrite and logits.dtype == torch.float32:
+        return logits.sub_(column[:, None])
+    return logits - column[:, None]
 
 
 class _Gradients:

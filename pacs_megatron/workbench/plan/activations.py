@@ -390,8 +390,13 @@ def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float
     # end. One chunk has a sum and a product, both in the weights' dtype.
     is_one_chunk = tokens <= rows
     weight_gradient = (width if is_one_chunk else 4) * weights
-    # A chunk's fp32 logits, their gradient in the weights' dtype, and a product.
-    of_product = (4 + width) * logits
+    # The product's logits. Others than fp32 stay beside the fp32 tensors that follow from them.
+    is_product = config.precision.head == "bf16" and config.rollout.sampling.temperature == 1.0
+    logit_width = width if is_product else 4
+    beside = logit_width if logit_width < 4 else 0
+    # Probabilities, their gradient in the weights' dtype, and a product.
+    gradient_width = width if width < 4 else 0
+    of_product = (beside + 4 + gradient_width) * logits
     of_product += width * weights if is_one_chunk else hidden_width * spec.hidden_size * rows
     at_end = 0.0 if is_one_chunk else width * weights
     with_gradients = 2 * states + weight_gradient
@@ -399,12 +404,12 @@ def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float
     knows_gradient, waits_for_forward = _head_gradients(config)
     moments = []
     if knows_gradient:
-        # fp32 logits, shifted logits and their exponentials, beside the gradients so far.
-        of_chunk = max(12 * logits, of_product, at_end)
+        # Logits, shifted logits and their exponentials, beside the gradients so far.
+        of_chunk = max((logit_width + 8) * logits, of_product, at_end)
         moments.append(with_gradients + all_states + of_chunk)
     if waits_for_forward:
-        # Forward: fp32 logits and their exponentials, no gradients.
-        moments.append(states + all_states + 8 * logits)
+        # Forward: shifted logits and their exponentials, no gradients.
+        moments.append(states + all_states + (beside + 8) * logits)
         moments.append(with_gradients + max(of_product, at_end))
     return max(moments)
 
