@@ -54,6 +54,15 @@ class SampleFacts:
     a critic
     """
 
+    certainty: np.ndarray | None = None
+    """float64 [n], sum over the response tokens of log sum_v exp z_v - mean_v z_v, nats, of the
+    logits z at the step's start; the engine fills these three in where the options need them
+    """
+    logit_min: np.ndarray | None = None
+    """float64 [n], least logit of a sampled token at the step's start, nats"""
+    logit_max: np.ndarray | None = None
+    """float64 [n], largest logit of a sampled token at the step's start, nats"""
+
     @property
     def num_samples(self) -> int:
         return len(self.ids)
@@ -187,4 +196,6 @@ class MiniBatch:
     pass also uses them
     """
     estimates: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """with a critic: `value` at the step's start, whitened `advantage`, and `return`"""
+    """with a critic: `value` at the step's start, whitened `advantage`, and `return`; where the
+    options need them: `certainty` and `logit` of a token at the step's start, nats
+    """

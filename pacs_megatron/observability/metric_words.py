@@ -56,6 +56,7 @@ _GROUPS = {
     "rloo": "RLOO",
     "sft": "SFT",
     "steer": "STEER",
+    "ucas": "UCAS",
     "vimpo": "VIMPO",
     "w_reinforce": "W-REINFORCE",
     "mismatch": "sampler and trainer",

@@ -134,6 +134,10 @@ class MegatronPolicy:
         """
         self.measures_entropy = False
         """whether `step_start` passes compute entropies"""
+        self.measures_certainty = False
+        """whether `step_start` passes compute certainties and logits"""
+        self.certainty: dict[str, Tensor] = {}
+        """`certainty` and `logit`, response columns of the last `step_start` pass, if measured"""
         self.step_start_entropy: tuple[float, float] = (0.0, 0.0)
         """sum of the entropies in nats and number of tokens of the last `step_start` pass, over all
         ranks
@@ -260,10 +264,10 @@ class MegatronPolicy:
         self,
         minibatch: MiniBatch,
         should_stop: StopTest | None,
-        read: Callable[[MicroBatch, Tensor, Tensor], T],
+        read: Callable[..., T],
         routing: Routing | None = None,
         *,
-        want_entropy: bool = False,
+        want: Collection[schedule.Output] = (),
     ) -> list[T]:
         """A forward-only pass.
 
@@ -272,7 +276,7 @@ class MegatronPolicy:
             should_stop: polled at each micro-batch on every rank; None: never.
             read: see `schedule.forward`.
             routing: of a model with experts; None: the routers select experts.
-            want_entropy: whether to compute the entropies.
+            want: what the head computes beside log-probs.
 
         Returns:
             The result of `read` for each micro-batch on the last pipeline stage; [] elsewhere.
@@ -290,9 +294,7 @@ class MegatronPolicy:
                 lag=self.rank.layout.pp + 1,
                 group=self.rank.control,
             )
-        return schedule.forward(
-            self.chunks, batches, read, stoppable, routing, want_entropy=want_entropy
-        )
+        return schedule.forward(self.chunks, batches, read, stoppable, routing, want=want)
 
     def logprobs(
         self,
@@ -324,21 +326,28 @@ class MegatronPolicy:
         # The pass of the reference neither replays nor records experts.
         replayed = minibatch.routes if source == "step_start" else None
         routing = None if source == "reference" else self._routing(replayed)
-        want_entropy = self.measures_entropy and source == "step_start"
+        want: list[schedule.Output] = []
+        if self.measures_entropy and source == "step_start":
+            want.append("entropy")
+        if self.measures_certainty and source == "step_start":
+            want.append("certainty")
 
         def read(
-            batch: MicroBatch, logprobs: Tensor, entropies: Tensor
-        ) -> tuple[np.ndarray, Tensor, Tensor]:
-            return batch.rows, batch.gather(logprobs), entropies
+            batch: MicroBatch, logprobs: Tensor, entropies: Tensor, *certainties: Tensor
+        ) -> tuple[np.ndarray, Tensor, Tensor, list[Tensor]]:
+            columns = [batch.gather(values) for values in certainties]
+            return batch.rows, batch.gather(logprobs), entropies, columns
 
         with weights_of_source:
-            results = self._forward(
-                minibatch, should_stop, read, routing, want_entropy=want_entropy
-            )
+            results = self._forward(minibatch, should_stop, read, routing, want=want)
         if routing is not None:
             self.routes = replayed or routing.recorded()
-        if want_entropy:
+        if "entropy" in want:
             self.step_start_entropy = self._sum_entropies([result[2] for result in results])
+        if "certainty" in want:
+            for number, name in enumerate(("certainty", "logit")):
+                of_batches = [(result[0], result[3][number]) for result in results]
+                self.certainty[name] = self._response_column(minibatch, of_batches)
         return self._response_column(minibatch, [result[:2] for result in results])
 
     def _response_column(
@@ -417,15 +426,15 @@ class MegatronPolicy:
         statistics = SampleStatistics(names=names)
         routing = self._routing(minibatch.routes)
 
-        want_entropy = objective.score_has_entropy
+        want: list[schedule.Output] = ["entropy"] if objective.score_has_entropy else []
 
         def read(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> None:
-            entropy = entropies if want_entropy else None
+            entropy = entropies if objective.score_has_entropy else None
             record = build_record(batch, logprobs, entropy, is_step_start=minibatch.index == 0)
             statistics.add(batch, record, objective)
 
         with torch.no_grad():
-            self._forward(minibatch, should_stop, read, routing, want_entropy=want_entropy)
+            self._forward(minibatch, should_stop, read, routing, want=want)
 
         self.routes = minibatch.routes
         if not self.routes:

@@ -1,4 +1,4 @@
-"""Advantages of tokens from whole responses, whitened over a step."""
+"""Values of whole responses: advantages of tokens, whitened over a step, and certainties."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -83,6 +83,33 @@ def with_estimates(
             estimates["return"] = _column(model, later)
         completed.append(replace(minibatch, estimates=estimates))
     return replace(facts, advantage_abs=sizes), completed
+
+
+def with_certainty(
+    model: MegatronPolicy, facts: SampleFacts, minibatches: Sequence[MiniBatch]
+) -> SampleFacts:
+    """The facts with the certainty and the range of the logits of each sample. Collective.
+
+    Args:
+        model: whose ranks have the samples.
+        facts: of the step, n samples.
+        minibatches: of the step, with `certainty` and `logit` in `estimates`.
+    """
+
+    def of_samples(name: str, reduce: Callable[[np.ndarray], float]) -> np.ndarray:
+        """float64 [n], `reduce` of each sample's values. Collective."""
+        reduced = []
+        for minibatch in minibatches:
+            arrays = on_host(minibatch, minibatch.estimates[name])
+            reduced.append([float(reduce(array.astype(np.float64))) for array in arrays])
+        return model.by_sample(facts, minibatches, reduced)
+
+    return replace(
+        facts,
+        certainty=of_samples("certainty", np.sum),
+        logit_min=of_samples("logit", np.min),
+        logit_max=of_samples("logit", np.max),
+    )
 
 
 def _column(model: MegatronPolicy, by_sample: BySample) -> Tensor:

@@ -44,6 +44,7 @@ class _Head:
     temperature: float
     want_entropy: bool
     loss_gradient: LossGradient | None
+    want_certainty: bool = False
 
     @property
     def vocab_start(self) -> int:
@@ -114,11 +115,13 @@ class _Head:
         if self.group.size() > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
 
-    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def statistics(
+        self, logits: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Log-probs and entropies of one chunk. Collective over the tensor-parallel ranks.
 
-        With z the logits minus their maximum and Z = sum exp z: log p = z_target - log Z and
-        H = log Z - sum (z exp z) / Z.
+        With z the logits minus their maximum and Z = sum exp z: log p = z_target - log Z,
+        H = log Z - sum (z exp z) / Z, and the certainty log Z - mean z.
 
         Args:
             logits: [c, v / tp], of `logits`. Overwritten unless there is a `loss_gradient`, for
@@ -129,6 +132,7 @@ class _Head:
             [c], fp32, log-probs, nats.
             [c], fp32, log of the partition function of the unshifted logits, nats.
             [c], fp32, entropies, nats; None unless `want_entropy`.
+            [c], fp32, certainties, nats; None unless `want_certainty`.
         """
         top = logits.max(dim=-1).values.float()
         self.reduce(top, dist.ReduceOp.MAX)
@@ -138,20 +142,26 @@ class _Head:
         target_logit = logits.gather(1, columns[:, None])[:, 0].masked_fill(~inside, 0.0)
 
         # One reduction for all sums.
+        of_logits = []
+        if self.want_certainty:
+            of_logits = [logits[:, : self.num_valid].sum(-1)]
         if self.want_entropy:
             weights = logits.exp()
             # exp(-inf) * -inf is nan: the sum of p * logit excludes padding.
             moment = logits.mul_(weights)[:, : self.num_valid].sum(-1)
-            sums = torch.stack([weights.sum(-1), target_logit, moment])
+            sums = torch.stack([weights.sum(-1), target_logit, moment, *of_logits])
         else:
-            sums = torch.stack([logits.exp_().sum(-1), target_logit])
+            sums = torch.stack([logits.exp_().sum(-1), target_logit, *of_logits])
         self.reduce(sums, dist.ReduceOp.SUM)
 
         log_sum = sums[0].log()
         entropy = None
         if self.want_entropy:
             entropy = log_sum - sums[2] / sums[0]
-        return sums[1] - log_sum, log_sum + top, entropy
+        certainty = None
+        if self.want_certainty:
+            certainty = log_sum - sums[-1] / self.vocab_size
+        return sums[1] - log_sum, log_sum + top, entropy, certainty
 
     def gradient_of_logits(
         self,
@@ -281,7 +291,7 @@ def _forward_chunk(
     A function of its own, so that a chunk's logits are freed before the next chunk has its own.
     """
     logits = head.logits(hidden)
-    logprob, log_z, entropy = head.statistics(logits, targets)
+    logprob, log_z, entropy, _ = head.statistics(logits, targets)
     if gradients is not None and head.loss_gradient is not None:
         upstream, of_entropy = head.loss_gradient(positions, logprob, entropy)
         by_entropy = None
@@ -435,3 +445,52 @@ def token_logprobs(  # noqa: PLR0913
         hidden, weight, targets, head
     )
     return logprobs, entropies
+
+
+@torch.no_grad()
+def token_certainties(  # noqa: PLR0913
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    temperature: float = 1.0,
+    want_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`token_logprobs` without gradient, with the certainties and the logits of `targets`.
+
+    The logits are divided by the temperature. See `token_logprobs` for the arguments.
+
+    Returns:
+        [t], fp32, log-probs, nats.
+        [t], fp32, entropies, nats; [0] unless `want_entropy`.
+        [t], fp32, log sum_v exp z_v - mean_v z_v of the logits z, nats.
+        [t], fp32, the logit of each target, nats.
+    """
+    head = _Head(
+        weight=weight.detach(),
+        vocab_size=vocab_size,
+        group=group,
+        temperature=temperature,
+        want_entropy=want_entropy,
+        loss_gradient=None,
+        want_certainty=True,
+    )
+    logprobs = []
+    entropies = []
+    certainties = []
+    target_logits = []
+    for positions in head.chunks(hidden.shape[0]):
+        logits = head.logits(hidden[positions])
+        logprob, log_z, entropy, certainty = head.statistics(logits, targets[positions])
+        del logits  # before the next chunk has its own
+        logprobs.append(logprob)
+        target_logits.append(logprob + log_z)
+        if entropy is not None:
+            entropies.append(entropy)
+        if certainty is not None:
+            certainties.append(certainty)
+    columns = (logprobs, entropies, certainties, target_logits)
+    joined = [_join(column, hidden) for column in columns]
+    return joined[0], joined[1], joined[2], joined[3]

@@ -48,7 +48,7 @@ from pacs_megatron.models import DeltaSpec, ModelSpec
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
-from pacs_megatron.policy.head import LossGradient, token_logprobs
+from pacs_megatron.policy.head import LossGradient, token_certainties, token_logprobs
 from pacs_megatron.policy.token_replay import TokenReplay
 from pacs_megatron.runtime.environment import Version, version_text
 
@@ -310,6 +310,8 @@ class PolicyModel(GPTModel):
     spec: ModelSpec
     temperature: float = 1.0
     want_entropy: bool = False
+    want_certainty: bool = False
+    """Also return certainties and logits; without gradient only"""
     loss_gradient: LossGradient | None = None
     """of the next forward pass, if it is known before the pass; see `token_logprobs`"""
     on_microbatch: Callable[[], None] | None = None
@@ -334,7 +336,10 @@ class PolicyModel(GPTModel):
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
 
         predicting = (labels[0] >= 0).nonzero()[:, 0]
-        return token_logprobs(
+        head: Callable[..., tuple[Tensor, ...]] = token_certainties
+        if not self.want_certainty:
+            head = functools.partial(token_logprobs, loss_gradient=self.loss_gradient)
+        return head(
             hidden[:, 0].index_select(0, predicting),
             weight,
             labels[0].index_select(0, predicting),
@@ -342,7 +347,6 @@ class PolicyModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=self.temperature,
             want_entropy=self.want_entropy,
-            loss_gradient=self.loss_gradient,
         )
 
     def _values(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

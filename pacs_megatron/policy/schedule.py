@@ -1,8 +1,8 @@
 """Forward and backward passes over a plan of micro-batches with Megatron's schedules."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -16,6 +16,8 @@ from pacs_megatron.policy.routing import Routing
 from pacs_megatron.policy.stoppable import StoppablePass
 
 T = TypeVar("T")
+Output = Literal["entropy", "certainty"]
+"""values of a token that the head computes beside log-probs in a forward-only pass"""
 
 
 def run_schedule(
@@ -90,11 +92,11 @@ def run_schedule(
 def forward(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
-    read: Callable[[MicroBatch, Tensor, Tensor], T],
+    read: Callable[..., T],
     stoppable: StoppablePass | None = None,
     routing: Routing | None = None,
     *,
-    want_entropy: bool = False,
+    want: Collection[Output] = (),
 ) -> list[T]:
     """Log-probs and entropies of every micro-batch, without gradient. Collective.
 
@@ -102,11 +104,12 @@ def forward(
         chunks: this rank's model chunks.
         batches: this rank's micro-batches.
         read: called on the last pipeline stage with each micro-batch, its log-probs ([local], fp32,
-            nats) and its entropies (the same; [0] unless `want_entropy`).
+            nats) and its entropies (the same; [0] unless wanted); with `certainty` also with its
+            certainties and logits (the same).
         stoppable: the same micro-batches, as a pass that a stop request ends; None: stop requests
             do not end the pass.
         routing: of a model with experts; None: the routers select experts.
-        want_entropy: whether to compute the entropies.
+        want: what the head computes beside log-probs.
 
     Returns:
         The result of `read` for each micro-batch on the last pipeline stage; [] elsewhere.
@@ -122,11 +125,10 @@ def forward(
             iterators.append(stoppable.iterate(polls=chunk == 0))
 
     def read_output(batch: MicroBatch, output: Any) -> tuple[Tensor, T]:
-        logprobs, entropies = output
         # Megatron reads the device of the loss when the model has experts; its value is not used.
-        return logprobs.sum(), read(batch, logprobs, entropies)
+        return output[0].sum(), read(batch, *output)
 
-    _set_want_entropy(chunks, want_entropy)
+    _set_outputs(chunks, want)
     with torch.no_grad(), unchanged_fp8_state(chunks):
         results = run_schedule(chunks, iterators, len(batches), read_output, routing=routing)
     if stoppable is not None:
@@ -159,7 +161,7 @@ def forward_backward(
         logprobs, entropies = output
         return loss(batch, logprobs, entropies)
 
-    _set_want_entropy(chunks, True)
+    _set_outputs(chunks, ["entropy"])
     return run_schedule(
         chunks,
         iterators,
@@ -170,7 +172,8 @@ def forward_backward(
     )
 
 
-def _set_want_entropy(chunks: Sequence[torch.nn.Module], want_entropy: bool) -> None:
-    """Sets whether the head of the last chunk computes entropies."""
+def _set_outputs(chunks: Sequence[torch.nn.Module], want: Collection[Output]) -> None:
+    """Sets what the head of the last chunk computes beside log-probs."""
     for chunk in chunks:
-        unwrap(chunk).want_entropy = want_entropy
+        unwrap(chunk).want_entropy = "entropy" in want
+        unwrap(chunk).want_certainty = "certainty" in want

@@ -241,6 +241,7 @@ def build_policy(
             policy.take_reference(reset_optimizer=False)
         _load(policy, model_dir)
     policy.measures_entropy = config.logging.step_start_entropy
+    policy.measures_certainty = config.objective.needs_certainty
     policy.mismatch_threshold = config.mismatch.threshold
     policy.compare_with_sampler = config.rollout.is_sampled
     return policy

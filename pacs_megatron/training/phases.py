@@ -13,7 +13,7 @@ from pacs_megatron.objectives.registry import passes_of
 from pacs_megatron.objectives.shared.base import StepInputs
 from pacs_megatron.observability.metrics import MetricSums
 from pacs_megatron.policy.critic import critic_report
-from pacs_megatron.policy.estimates import with_estimates
+from pacs_megatron.policy.estimates import with_certainty, with_estimates
 from pacs_megatron.rollout.collect import StepSamples
 from pacs_megatron.training.context import RunContext
 from pacs_megatron.training.distribute import cut_step
@@ -79,6 +79,8 @@ def _logprobs(run: RunContext, minibatch: MiniBatch) -> Logprobs:
     for source in sorted(sources, reverse=True):
         model = run.models[-1] if source == "value" else run.policy
         found.columns[source] = model.logprobs(minibatch, source, run.stop.is_set)
+        if source == "step_start":
+            found.columns |= run.policy.certainty
 
     if "step_start" not in sources:
         if run.policy.measures_entropy:
@@ -105,9 +107,8 @@ def with_logprobs(minibatch: MiniBatch, logprobs: Logprobs, device: torch.device
     routes = minibatch.routes
     if routes is None:
         routes = logprobs.routes
-    estimates = {}
-    if "value" in columns:
-        estimates["value"] = columns["value"]
+    names = ("value", "certainty", "logit")
+    estimates = {name: columns[name] for name in names if name in columns}
     return replace(
         minibatch,
         step_start_logprobs=columns.get("step_start"),
@@ -149,6 +150,9 @@ def step_inputs(
         facts = run.policy.with_sample_kl(facts, minibatches, run.objective)
     if run.objective.has_estimates:
         facts, minibatches = with_estimates(run.policy, facts, minibatches, run.objective)
+
+    if run.config.objective.needs_certainty:
+        facts = with_certainty(run.policy, facts, minibatches)
 
     repeated = []
     for epoch in range(run.config.batch.epochs):

@@ -1,5 +1,6 @@
 """Writes authors_golden.json: losses and gradients of REAL, PSR, NSR, W-REINFORCE, REINFORCE++,
-STEER and VIMPO in their authors' code, advantages of MaxRL and DGPO, numbers of samples of DARS.
+STEER and VIMPO in their authors' code, advantages of MaxRL, DGPO and UCAS, numbers of samples of
+DARS.
 
 Not a test, and none of this code is in the project. DIR holds checkouts of the commits in COMMITS,
 named as there:
@@ -32,6 +33,7 @@ COMMITS = {
     "OpenRLHF": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",  # OpenRLHF/OpenRLHF
     "maxrl": "c0698ebb439a81ae1c6b01a842df3f2541816b4d",  # tajwarfahim/maxrl
     "MathForge": "83edda024759f052a4a715eb2c2e553fb9da25ca",  # AMAP-ML/MathForge
+    "UCAS": "b122ff20b4277e2fe72ebff54b9cd8c4cbd1f83f",  # xvolcano02/UCAS
     "DARS": "9b21b71486614b609df241d8a1aa31cffe40b7f2",  # yangzhch6/DARS
     "VIMPO": "2aa83bcb9568a46be0af8fa943c4345b3d7c53d1",  # backprop07/VIMPO
     "STEER": "b31df71652cd103ddc3512656a430c39ba15dd13",  # zz-haooo/STEER
@@ -297,6 +299,20 @@ def vimpo(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
     return found
 
 
+def ucas(folder: Path, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Any certainties and logits: the old log-probs and the entropies."""
+    with package(folder):
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        advantages, _ = algos.compute_ucas_advantage(
+            SCORES.clone(),
+            tokens["old"] * MASK,
+            tokens["entropy"].clone(),
+            MASK,
+            torch.tensor(GROUPS).numpy(),
+        )
+    return {"ucas": {"advantages": flat(advantages)}}
+
+
 def dars(folder: Path) -> list[list[Any]]:
     """[number correct, samples, schedule, by_std, further samples] of both schedules."""
     source = (folder / "verl/verl/trainer/ppo/ray_dars_trainer.py").read_text()
@@ -337,7 +353,8 @@ def main() -> None:
         | maxrl(folder / "maxrl")
         | dgpo(folder / "MathForge")
         | steer(folder / "STEER", tokens)
-        | vimpo(folder / "VIMPO", tokens),
+        | vimpo(folder / "VIMPO", tokens)
+        | ucas(folder / "UCAS", tokens),
         "dars": dars(folder / "DARS"),
     }
     Path(__file__).with_name("authors_golden.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO, STEER, VIMPO and DARS equal their authors'
-code on the same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and variance in
-float32, REAL's BCE variant its targets, STEER all.
+"""REAL, PSR, NSR, W-REINFORCE, REINFORCE++, MaxRL, DGPO, STEER, VIMPO, UCAS and DARS equal their
+authors' code on the same tensors (make_authors_golden.py made the file). OpenRLHF takes mean and
+variance in float32, REAL's BCE variant its targets, STEER all.
 """
 
 import json
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from pacs_megatron.config.schema import ResampleOptions
 from pacs_megatron.contracts import MiniBatch, TokenBuffers
 from pacs_megatron.objectives.registry import ObjectiveOptions, build_objective
+from pacs_megatron.objectives.ucas import Ucas, UcasOptions
 from pacs_megatron.objectives.vimpo import Vimpo, VimpoOptions
 from pacs_megatron.rollout.resampling import num_extra_samples
 from tests.support.policies.objective_reference import make_facts, make_record
@@ -45,7 +46,7 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
 
 
 def test_every_case_of_the_file_is_compared() -> None:
-    assert set(OPTIONS) | set(ADVANTAGES) | set(VIMPO) == set(GOLDEN["cases"])
+    assert set(OPTIONS) | set(ADVANTAGES) | set(VIMPO) | {"ucas"} == set(GOLDEN["cases"])
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -141,6 +142,29 @@ def test_further_samples_of_dars() -> None:
         options = ResampleOptions(schedule=schedule, by_std=by_std)
         accuracy = num_correct / num_samples
         assert num_extra_samples(accuracy, num_samples, options) == expected, (accuracy, schedule)
+
+
+def test_ucas_of_the_authors() -> None:
+    """They take mean and deviation in float32."""
+    lens = GOLDEN["lens"]
+    certainty = torch.tensor(GOLDEN["tokens"]["old"], dtype=torch.float64)
+    logit = torch.tensor(GOLDEN["tokens"]["entropy"], dtype=torch.float64)
+    facts = replace(
+        make_facts(GOLDEN["groups"], GOLDEN["labels"], lens=lens),
+        certainty=np.array([float(piece.sum()) for piece in certainty.split(lens)]),
+        logit_min=np.array([float(piece.min()) for piece in logit.split(lens)]),
+        logit_max=np.array([float(piece.max()) for piece in logit.split(lens)]),
+    )
+    objective = build_objective(UcasOptions(name="ucas"), updates_per_step=1)
+    assert isinstance(objective, Ucas)
+    prepared = objective.prepare(None, facts, objective.prepare_step(facts))
+    record = make_record(logit, lens, estimates={"logit": logit})
+    np.testing.assert_allclose(
+        objective.token_advantage(record, prepared),
+        GOLDEN["cases"]["ucas"]["advantages"],
+        rtol=2e-6,
+        atol=1e-7,
+    )
 
 
 @pytest.mark.parametrize("case", ADVANTAGES)

@@ -36,6 +36,9 @@ class CommonOptions(Options):
     trains_on_demonstrations: ClassVar[bool] = False
     """True: `rollout.engine: demonstrations` is required; False: it is rejected"""
 
+    needs_certainty: ClassVar[bool] = False
+    """whether `TokenRecord.estimates` has `logit`, and the facts the certainties of samples"""
+
     name: str
     """Name of the objective."""
     clip_grad: float = Field(default=1.0, ge=0)

@@ -31,7 +31,7 @@ def passes(o: Options, index: int) -> Metrics:
 
     # The first update's own forward gives the log-probs of the step's start, unless its rewards or
     # advantages need them before.
-    is_due = index > 0 or o.get("kl_in") == "reward" or o["name"] == "vimpo"
+    is_due = index > 0 or o.get("kl_in") == "reward" or o["name"] in ("vimpo", "ucas")
     return {
         "passes/step_start": (float(needs_start and is_due), 1.0),
         "passes/reference": (float(needs_frozen), 1.0),
@@ -44,7 +44,10 @@ def skips_zero_gradient(o: Options) -> bool:
     """
     if o["name"] == "pacs":
         return bool(o["reference"] == "step_start" and o["importance_cap"] is None)
-    if o["name"] in ("sft", "distill", "steer", "vimpo") or o.get("importance_level") == "sequence":
+    if (
+        o["name"] in ("sft", "distill", "steer", "vimpo", "ucas")
+        or o.get("importance_level") == "sequence"
+    ):
         return False
     # The KL and the entropy of the loss need every trained sample, also one without advantage. All
     # samples that W-REINFORCE trains have one.

@@ -84,6 +84,9 @@ def _facts(objective: Objective, probe: Probe) -> SampleFacts:
         environment_lens=np.zeros(num_samples, dtype=np.int64),
         truncated=np.zeros(num_samples, dtype=np.bool_),
         advantage_abs=_by_sample(probe, torch.from_numpy(probe.advantages).abs()).numpy(),
+        certainty=_by_sample(probe, torch.from_numpy(probe.entropies)).numpy(),
+        logit_min=np.array([float(part.min()) for part in probe.split(probe.returns)]),
+        logit_max=np.array([float(part.max()) for part in probe.split(probe.returns)]),
     )
     if objective.kl_in_reward:
         pairs = zip(probe.split(probe.starts), probe.split(probe.references), strict=True)
@@ -116,6 +119,7 @@ def _estimates(probe: Probe) -> Mapping[str, Tensor]:
         "advantage": torch.from_numpy(probe.advantages),
         "return": torch.from_numpy(probe.returns),
         "value": torch.from_numpy(probe.starts),
+        "logit": torch.from_numpy(probe.returns),
     }
 
 

@@ -59,6 +59,10 @@ class Reference:
         self.routes: dict[int, Routes] = {}
         """row -> experts of each layer in the last pass over all samples"""
 
+        self.certainties: dict[int, Tensor] = {}
+        self.token_logits: dict[int, Tensor] = {}
+        """row -> [response] at the start of the step; `certainties` likewise"""
+
         self.critic: Model | None = None
         if self.options["name"] == "ppo":
             self.critic = Model(folder / CRITIC, 1.0)
@@ -164,6 +168,9 @@ class Reference:
             logprobs.append(logprob)
             entropies.append(entropy)
             self.routes[row] = self.model.chosen_routes()
+            if not is_frozen:
+                self.certainties[row] = self.model.certainty
+                self.token_logits[row] = self.model.token_logit
         return logprobs, entropies
 
     def update_logprobs(
@@ -249,6 +256,8 @@ class Reference:
             start_logprobs=[starts[row] for row in rows],
             frozen_logprobs=[frozen[row] for row in rows],
             sampler_logprobs=[step.sampler_logprobs[row] for row in rows],
+            certainties=[self.certainties[row] for row in rows],
+            logits=[self.token_logits[row] for row in rows],
         )
 
     def _first_norm(

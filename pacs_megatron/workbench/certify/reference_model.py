@@ -45,6 +45,10 @@ class Model:
                 self.routers.append(_Router(module))
         self.temperature = temperature
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.certainty = torch.empty(0)
+        """[response], nats, of the last sample"""
+        self.token_logit = torch.empty(0)
+        """[response], nats, logits of the last sample's tokens"""
 
     def sample(self, ids: np.ndarray, prompt_len: int, routes: Routes) -> tuple[Tensor, Tensor]:
         """The policy's log-probs and entropies of one sample's response, with graph.
@@ -62,6 +66,9 @@ class Model:
         tokens = torch.from_numpy(ids[prompt_len:].astype(np.int64))
         logprobs = distribution.gather(1, tokens[:, None])[:, 0]
         entropies = -(distribution.exp() * distribution).sum(-1)
+        scaled = logits.detach() / self.temperature
+        self.certainty = scaled.logsumexp(-1) - scaled.mean(-1)
+        self.token_logit = scaled.gather(1, tokens[:, None])[:, 0]
         return logprobs, entropies
 
     def values(self, ids: np.ndarray, prompt_len: int) -> Tensor:

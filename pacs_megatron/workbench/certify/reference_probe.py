@@ -59,7 +59,7 @@ class Probe:
     advantages: np.ndarray
     """[t], of a critic"""
     returns: np.ndarray
-    """[t], of a critic"""
+    """[t], of a critic; UCAS has them for logits, and entropies for certainties"""
 
     def split(self, values: np.ndarray) -> PerSample:
         """`values` [t] as one tensor [response] for each sample."""
@@ -223,6 +223,8 @@ def _batch(options: Mapping[str, Any], probe: Probe) -> Batch:
         frozen_logprobs=probe.split(probe.references),
         sampler_logprobs=probe.split(probe.samplers),
         entropies=_leaves(probe.split(probe.entropies)),
+        certainties=probe.split(probe.entropies),
+        logits=probe.split(probe.returns),
         rows=list(range(len(probe.lens))),
         advantages=probe.split(probe.advantages) if has_estimates else None,
     )

@@ -179,6 +179,11 @@ class TracedRank:
             from pacs_megatron.policy.estimates import with_estimates
 
             facts, [minibatch] = with_estimates(self.policy, facts, [minibatch], objective)
+        elif objective.options.needs_certainty:
+            from pacs_megatron.policy.estimates import with_certainty
+
+            minibatch = replace(minibatch, estimates=self.policy.certainty)
+            facts = with_certainty(self.policy, facts, [minibatch])
 
         step_inputs = objective.prepare_step(facts)
         for _ in range(self.request.updates):

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from pacs_megatron.contracts import Prepared, TokenRecord
 from pacs_megatron.objectives.registry import REGISTRY, ObjectiveOptions, build_objective
 from pacs_megatron.objectives.shared.base import Objective
+from pacs_megatron.objectives.shared.groups import build_table
 from tests.support.policies.objective_reference import (
     Batch,
     objective_gradient,
@@ -42,6 +43,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "distill": (2, {"name": "distill", "teacher": "teacher", "label_coef": 0.5}),
     "steer": (2, {"name": "steer"}),
     "vimpo": (2, {"name": "vimpo", "actor_coef": 1.0}),
+    "ucas": (2, {"name": "ucas"}),
     "ppo": (2, {"name": "ppo"}),
     "real": (2, {"name": "real"}),
     "real_bce": (2, {"name": "real_bce"}),
@@ -156,6 +158,27 @@ def part_of(record: TokenRecord, part: slice) -> TokenRecord:
             changes[field.name] = value[part]
     changes["estimates"] = {name: values[part] for name, values in record.estimates.items()}
     return replace(record, **changes)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_padding_micro_batch_may_be_coupled(setting: str) -> None:
+    """It has a table without samples where all real ones have their groups whole."""
+    objective, updates = build(setting)
+    facts = random_batch(10).facts
+    known = objective.known(facts, objective.prepare_step(facts))
+    names = objective.statistics(updates - 1)
+    if not names:
+        return
+    table = build_table(facts, np.empty(0, dtype=np.int64))
+    empty = torch.zeros(0, dtype=torch.float64)
+    none = {name: values[table.rows] for name, values in known.items()}
+    coupled = objective.couple(
+        table,
+        empty if "score" in names else None,
+        empty if "sampler_ratio" in names else None,
+        none,
+    )
+    assert all(len(values) == 0 for values in coupled.values())
 
 
 def test_an_empty_micro_batch_is_fine() -> None:

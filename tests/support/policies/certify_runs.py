@@ -349,9 +349,11 @@ def _certified_cases() -> dict[str, dict[str, Any]]:
     """The cases of all objectives but PACS and SFT, with lengths for responses of 100 tokens."""
     lengths = {"overlong_length": 90, "overlong_buffer": 40, "constant_length": 100}
     ppo = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    ucas = {"name": "ucas", "logit_coef": 0.3}
     vimpo = {"name": "vimpo", "beta": 0.1, "actor_coef": 0.5, "lam": 0.9}
+    others = {"ppo": ppo, "vimpo": vimpo, "ucas": ucas}
     cases = {}
-    for case, options in (OBJECTIVE_CASES | {"ppo": ppo, "vimpo": vimpo}).items():
+    for case, options in (OBJECTIVE_CASES | others).items():
         used = {key: value for key, value in lengths.items() if key in options}
         cases[case] = options | used
     return cases
@@ -400,6 +402,7 @@ EXAMPLES: dict[str, list[str]] = {
     "maxrl": [],
     "dgpo": ["parallel.tp=1", "parallel.cp=2"],
     "steer": [],
+    "ucas": ["parallel.tp=2"],
     "vimpo": ["parallel.tp=1", "parallel.pp=2"],
     "distill": [],
     "psr": [],

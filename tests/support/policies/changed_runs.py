@@ -325,6 +325,10 @@ CHANGED: dict[str, Changed] = {
         before={"objective": {"name": "steer"}},
         later={"objective": {"weight_min": 0.5, "ratio_max": 1.01}},
     ),
+    "ucas": Changed(
+        before={"objective": {"name": "ucas", "logit_coef": 0.3}},
+        later={"objective": {"correct_coef": 0.5, "wrong_coef": 0.1, "logit_coef": 1.0}},
+    ),
     "vimpo, between steps": Changed(
         before=ONE_UPDATE | {"objective": {"name": "vimpo", "beta": 0.1, "actor_coef": 0.5}},
         later={"objective": {"beta": 0.02, "actor_coef": 2.0, "lam": 0.9, "value_kl": "k2"}},

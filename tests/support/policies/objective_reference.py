@@ -73,7 +73,7 @@ class Batch:
 
     def _estimates(self, rows: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """As if from a critic: any numbers that differ from token to token."""
-        factors = {"value": 3.0, "advantage": 5.0, "return": 7.0}
+        factors = {"value": 3.0, "advantage": 5.0, "return": 7.0, "logit": 11.0, "certainty": 13.0}
         return {
             name: (self.reference * factor).sin()[rows].to(dtype)
             for name, factor in factors.items()
@@ -165,7 +165,7 @@ def random_batch(
         # Not negative: an objective may divide by their mean.
         rewards=np.abs(labels + rng.normal(0, 0.1, len(groups))).tolist(),
     )
-    return Batch(
+    batch = Batch(
         facts=replace(facts, advantage_abs=rng.exponential(1.0, len(groups))),
         logprobs=torch.from_numpy(logprobs),
         reference=torch.from_numpy(logprobs + rng.normal(0, spread, len(mask))),
@@ -173,6 +173,15 @@ def random_batch(
         sample_of_token=torch.from_numpy(sample_of_token),
         entropy=torch.from_numpy(rng.exponential(1.0, len(mask))),
     )
+    estimates = batch.record().estimates
+    logits = batch.split(estimates["logit"])
+    batch.facts = replace(
+        batch.facts,
+        certainty=batch.sums(estimates["certainty"]).numpy(),
+        logit_min=np.array([float(values.min()) for values in logits]),
+        logit_max=np.array([float(values.max()) for values in logits]),
+    )
+    return batch
 
 
 # --------------------------------------------------------------------------------------------------
@@ -253,6 +262,7 @@ _OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "maxrl": _POLICY_GRADIENT,
     "dgpo": _POLICY_GRADIENT | {"difficulty_temperature": 2.0},
     "steer": _POLICY_GRADIENT | {"clip_high": 0.28, "weight_min": 0.8, "ratio_max": 10.0},
+    "ucas": _POLICY_GRADIENT | {"correct_coef": 0.25, "wrong_coef": 0.35, "logit_coef": 0.05},
     "vimpo": _POLICY_GRADIENT
     | {
         "clip_high": 0.28,
@@ -292,6 +302,8 @@ def formula_batch(
     references: Tensors | None = None,
     samplers: Tensors | None = None,
     entropies: Tensors | None = None,
+    certainties: Tensors | None = None,
+    logits: Tensors | None = None,
 ) -> formulas.Batch:
     """A mini-batch, which is a whole rollout batch too, for the formulas.
 
@@ -302,6 +314,8 @@ def formula_batch(
         references: of the frozen reference; None: those of the start.
         samplers: of the rollout engine; None: not used.
         entropies: of the policy, with graph; None: not used.
+        certainties: of the start; None: not used.
+        logits: of the tokens at the start; None: not used.
     """
     own = [logprob.double() for logprob in logprobs]
     start = _without_graph(own if starts is None else starts)
@@ -317,6 +331,8 @@ def formula_batch(
         sampler_logprobs=[] if samplers is None else _without_graph(samplers),
         entropies=[] if entropies is None else [entropy.double() for entropy in entropies],
         rows=list(range(facts.num_samples)),
+        certainties=None if certainties is None else _without_graph(certainties),
+        logits=None if logits is None else _without_graph(logits),
     )
 
 
@@ -351,6 +367,8 @@ def flat_reference_loss(
         references=batch.split(batch.reference),
         samplers=None if batch.sampler is None else batch.split(batch.sampler),
         entropies=None if entropies is None else batch.split(entropies),
+        certainties=batch.split(batch.record().estimates["certainty"]),
+        logits=batch.split(batch.record().estimates["logit"]),
     )
 
 

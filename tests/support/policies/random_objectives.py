@@ -146,6 +146,11 @@ def _vimpo(draw: Draw) -> dict[str, Any]:
     }
 
 
+def _ucas(draw: Draw) -> dict[str, Any]:
+    coefs = {"correct_coef": draw.choice([0.0, 0.25]), "wrong_coef": draw.choice([0.35, 1.0])}
+    return _grpo(draw) | coefs | {"logit_coef": draw.choice([0.0, 0.05, 1.0])}
+
+
 def _ppo(draw: Draw) -> dict[str, Any]:
     options = _grpo(draw)
     if options.get("kl_in") == "reward":
@@ -179,6 +184,7 @@ _OF_OBJECTIVE: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "distill": _distill,
     "steer": _steer,
     "vimpo": _vimpo,
+    "ucas": _ucas,
     "ppo": _ppo,
     "real": _real,
     "real_bce": _real,

@@ -147,6 +147,7 @@ def test_every_objective_has_a_case_or_a_test_file_of_its_own() -> None:
         "pacs",
         "sft",
         "ppo",
+        "ucas",
         "vimpo",
     } == set(REGISTRY)
 

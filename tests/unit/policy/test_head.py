@@ -134,3 +134,35 @@ def test_without_targets_the_backward_pass_still_runs() -> None:
         return requires_grad, float(weight.grad.abs().sum()), float(hidden.grad.sum())
 
     assert run_ranks(on_rank, 1) == [(True, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_certainties_and_logits(world: int, temperature: float) -> None:
+    """Over the vocabulary without padding, of which the second rank may have nothing else."""
+    vocab = 41
+    hidden, weight, targets, *_ = inputs(vocab)
+    logits = hidden.double() @ weight.double()[:vocab].T / temperature
+    certainty = logits.logsumexp(-1) - logits.mean(-1)
+    of_target = logits.gather(1, targets[:, None])[:, 0]
+
+    def on_rank(rank: int, world: int) -> list[torch.Tensor]:
+        found = head.token_certainties(
+            hidden,
+            weight.chunk(world)[rank],
+            targets,
+            vocab_size=vocab,
+            group=dist.group.WORLD,
+            temperature=temperature,
+            want_entropy=True,
+        )
+        return list(found)
+
+    for logprobs, entropies, certainties, target_logits in run_ranks(on_rank, world):
+        torch.testing.assert_close(certainties.double(), certainty, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(target_logits.double(), of_target, rtol=1e-5, atol=1e-5)
+        expected = logits.log_softmax(-1)
+        entropy = -(expected.exp() * expected).sum(-1)
+        torch.testing.assert_close(entropies.double(), entropy, rtol=1e-5, atol=1e-5)
+        of_tokens = expected.gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(logprobs.double(), of_tokens, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ class Policy:
 
     def __init__(self, *, measures_entropy: bool) -> None:
         self.measures_entropy = measures_entropy
+        self.certainty: dict[str, torch.Tensor] = {}
         self.step_start_entropy = (0.0, 0.0)
         self.routes: dict[int, Any] | None = {0: "experts"}
         self.passes: list[tuple[int, str]] = []

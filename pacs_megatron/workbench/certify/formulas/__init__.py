@@ -51,6 +51,7 @@ OBJECTIVES: dict[str, Callable[[Batch], tuple[Tensor, Metrics]]] = {
     "dgpo": policy_gradient,
     "distill": policy_gradient,
     "steer": policy_gradient,
+    "ucas": policy_gradient,
     "reinforce_pp": policy_gradient,
     "ppo": policy_gradient,
     "vimpo": vimpo,

@@ -42,6 +42,10 @@ class Batch:
     """the places of these samples in the rollout batch of the step"""
     step: Batch | None = None
     """the whole rollout batch, with log-probs of the step's start; None: this mini-batch"""
+    certainties: PerSample | None = None
+    """log sum_v exp z_v - mean_v z_v of each token's logits z at the start of the step"""
+    logits: PerSample | None = None
+    """of each sampled token at the start of the step"""
     advantages: PerSample | None = None
     """of each token, from a critic"""
 

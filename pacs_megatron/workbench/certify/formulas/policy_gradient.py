@@ -7,7 +7,8 @@ they follow. Three rules are in no paper: the factor |o| of LUSPO (TRL), the bia
 REINFORCE++ and its floor (the authors' code), and W-REINFORCE's mean over the trained samples alone
 (the authors' code cuts the batch first). MaxRL and DGPO are written from their authors' code
 (tajwarfahim/maxrl c0698eb, AMAP-ML/MathForge 83edda0), on-policy distillation from GKD
-(arXiv:2306.13649). STEER's weight and its bound of the ratio are those of zz-haooo/STEER b31df71.
+(arXiv:2306.13649). STEER's weight and its bound of the ratio are those of zz-haooo/STEER b31df71,
+UCAS's advantages those of xvolcano02/UCAS b122ff2.
 """
 
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ def token_advantages(batch: Batch) -> PerSample:
     if batch.advantages is not None:
         return batch.advantages
 
+    if batch.options["name"] == "ucas":
+        shaped = ucas_advantages(batch.step or batch)
+        return [shaped[row] for row in batch.rows]
     of_samples = zip(sample_advantages(batch), batch.lens, strict=True)
     of_tokens = [advantage.expand(length) for advantage, length in of_samples]
     if batch.options["name"] == "distill":
@@ -146,6 +150,43 @@ def dgpo_advantages(step: Batch) -> Tensor:
         difference = rewards[rows] - rewards[rows].mean()
         balanced = len(rows) * difference / (difference.abs().sum() + 1e-4)
         advantages[rows] = balanced * sum(step.lens) / num_tokens * weight
+    return advantages
+
+
+def ucas_advantages(step: Batch) -> PerSample:
+    """UCAS: A of each token of a whole rollout batch."""
+    o = step.options
+    assert step.logits is not None
+    of_batch = torch.cat(step.logits)
+    least = of_batch.min()
+    largest = of_batch.max()
+    shaped = certain_advantages(step)
+    advantages = []
+    for row, logits in enumerate(step.logits):
+        normalised = (logits - least) / (largest - least + 1e-6)
+        if bool(torch.isclose(largest, least)):
+            normalised = torch.full_like(logits, 0.5)
+        advantage = shaped[row] - o["logit_coef"] * normalised
+        advantages.append(advantage.clamp(min=0.0) if shaped[row] > 0 else advantage)
+    return advantages
+
+
+def certain_advantages(step: Batch) -> Tensor:
+    """UCAS: A' of each sample of a whole rollout batch, [n]."""
+    o = step.options
+    rewards = penalised_rewards(step)
+    assert step.certainties is not None
+    certainties = torch.stack([certainty.sum() for certainty in step.certainties])
+    advantages = torch.zeros_like(rewards)
+    for rows in step.groups:
+        if bool((rewards[rows] == rewards[rows[0]]).all()):
+            continue
+        advantage = group_advantages(rewards[rows], "ucas")
+        of_group = certainties[rows]
+        score = (of_group - of_group.mean()) / (of_group.std() + 1e-6)
+        of_correct = advantage * torch.exp(-o["correct_coef"] * score)
+        of_wrong = advantage * torch.exp(o["wrong_coef"] * score)
+        advantages[rows] = torch.where(advantage > 0, of_correct, of_wrong)
     return advantages
 
 
@@ -381,10 +422,12 @@ def metrics(batch: Batch, advantages: PerSample, terms: dict[int, TokenTerms]) -
     """
     o = batch.options
     has_teacher = o["name"] == "distill"
-    has_gradient = o["name"] in ("distill", "vimpo")
+    has_gradient = o["name"] in ("distill", "vimpo", "ucas")
     sizes = torch.stack([advantage.abs().mean() for advantage in advantages])
     if has_teacher:
         sizes = sample_advantages(batch).abs()
+    if o["name"] == "ucas":
+        sizes = certain_advantages(batch.step or batch)[batch.rows].abs()
     trained = list(terms.values())
     values = {
         "advantage_abs_mean": mean_and_count(sizes),

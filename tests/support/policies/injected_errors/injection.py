@@ -20,6 +20,7 @@ GRPO = {
 }
 PPO = {"objective": {"name": "ppo"}}
 STEER = {"objective": {"name": "steer"}}
+UCAS = {"objective": {"name": "ucas", "logit_coef": 0.3}}
 VIMPO = {"objective": {"name": "vimpo", "beta": 0.1, "actor_coef": 0.5}}
 DISTILL = {"objective": {"name": "distill", "teacher": "teacher", "label_coef": 0.5}}
 DECAY = {

@@ -14,6 +14,8 @@ from tests.support.policies.injected_errors.injection import (
     OBJECTIVES,
     POLICY,
     STEER,
+    TRAINING,
+    UCAS,
     VIMPO,
     InjectedError,
 )
@@ -135,6 +137,16 @@ def _of_first_samples(
 def _without_entropy(original: Any, self: Any, tokens: Any, prepared: Any) -> Any:
     without = replace(tokens, entropy=torch.zeros_like(tokens.entropy))
     return original(self, without, prepared)
+
+
+def _mean_certainty(original: Any, *args: Any) -> Any:
+    facts = original(*args)
+    return replace(facts, certainty=facts.certainty / facts.response_lens)
+
+
+def _not_shifted(original: Any, self: Any, facts: Any) -> Any:
+    inputs = original(self, facts)
+    return inputs | {"logit_shift": np.zeros_like(inputs["logit_shift"])}
 
 
 def _log_ratio_alone(_original: Any, self: Any, log_ratio: Any) -> Any:
@@ -276,6 +288,16 @@ OBJECTIVE_ERRORS: dict[str, InjectedError] = {
         target=f"{OBJECTIVES}.steer.Steer.token_factor",
         change=_without_entropy,
         changes=STEER,
+    ),
+    "UCAS's certainty is a mean over tokens": InjectedError(
+        target=f"{TRAINING}.phases.with_certainty",
+        change=_mean_certainty,
+        changes=UCAS,
+    ),
+    "UCAS's logits are not shifted": InjectedError(
+        target=f"{OBJECTIVES}.ucas.Ucas.prepare_step",
+        change=_not_shifted,
+        changes=UCAS,
     ),
     "VIMPO's value without its KL": InjectedError(
         target=f"{OBJECTIVES}.vimpo.Vimpo._value",
