@@ -60,7 +60,10 @@ def test_every_rival_has_an_example_that_loads() -> None:
             "objective.name=pacs",
             "admission.resample={{schedule: hardness, max_samples: 8, by_std: true}}",
         ),
-        ("objective.name=vimpo", "objective.beta=0.1", "objective.actor_coef=1.0"),
+        pytest.param(
+            ("objective.name=vimpo", "objective.beta=0.1", "objective.actor_coef=1.0"),
+            marks=pytest.mark.campaign,
+        ),
         ("objective.name=distill", "objective.label_coef=0.5", "objective.teacher={teacher}"),
     ],
     ids=lambda options: options[0].partition("=")[2],

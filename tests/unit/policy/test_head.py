@@ -136,8 +136,7 @@ def test_without_targets_the_backward_pass_still_runs() -> None:
     assert run_ranks(on_rank, 1) == [(True, 0.0, 0.0)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("world", "temperature"), [(1, 1.0), (2, 0.7)])
 def test_certainties_and_logits(world: int, temperature: float) -> None:
     """Over the vocabulary without padding, of which the second rank may have nothing else."""
     vocab = 41
