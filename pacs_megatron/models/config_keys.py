@@ -216,9 +216,16 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """`rope_type` of rope_parameters -> its keys beside rope_type and rope_theta; other types and other
 keys are rejected.
+"""
+OPTIONAL_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+"""`rope_type` -> keys that may be missing. `attention_factor` is rejected, because servers do not
+read it.
 """
 NEUTRAL_ROPE_KEYS: Mapping[str, Any] = {"partial_rotary_factor": 1}
 """Key of rope_parameters that every type may have -> its only value"""

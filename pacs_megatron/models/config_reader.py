@@ -10,6 +10,7 @@ from pacs_megatron.errors import ConversionError, shown
 from pacs_megatron.models.config_keys import (
     DEFAULTS,
     NEUTRAL_ROPE_KEYS,
+    OPTIONAL_ROPE_KEYS,
     ROPE_KEYS,
     ROPE_KEYS_IN,
     rejected_keys,
@@ -70,7 +71,7 @@ class ModelSpec:
     """The output layer is the embedding"""
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = field(hash=False)
-    """None, or `rope_type` (`linear` or `llama3`) with its numbers."""
+    """None, or `rope_type` (`linear`, `llama3` or `yarn`) with its numbers."""
     norm_eps: float
     qk_norm: bool
     """RMSNorm over head_dim on queries and keys, before the rotation"""
@@ -90,8 +91,8 @@ class ModelSpec:
     def max_context(self) -> int:
         """Maximum length of a sequence, in tokens.
 
-        With `linear` scaling `max_positions` is the length before scaling, with `llama3` the one
-        after it.
+        With `linear` scaling `max_positions` is the length before scaling, with `llama3` and `yarn`
+        the one after it.
         """
         scaling = self.rope_scaling
         if scaling is not None and scaling["rope_type"] == "linear":
@@ -111,9 +112,18 @@ _RANGES = {
     "factor": (1.0, 2.0**20),
     "low_freq_factor": (2.0**-20, 2.0**20),
     "high_freq_factor": (2.0**-20, 2.0**20),
+    "beta_fast": (2.0**-20, 2.0**20),
+    "beta_slow": (2.0**-20, 2.0**20),
+    "mscale": (2.0**-20, 2.0**20),
+    "mscale_all_dim": (2.0**-20, 2.0**20),
     "partial_rotary_factor": (2.0**-20, 1.0),
 }
 """Key of a float -> its least and largest value"""
+BETA_FAST = 32.0
+BETA_SLOW = 1.0
+"""YaRN's rotations within the original context: dimensions with more keep their frequency, those
+with fewer are divided by the factor
+"""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 MAX_SIZE = 2**31
@@ -223,8 +233,14 @@ class ConfigReader:
         if missing:
             raise ConversionError(f"config.json: rope_type={kind!r} lacks {', '.join(missing)}")
         scaling = {key: parameters[key] for key in ROPE_KEYS[kind]}
+        for key in OPTIONAL_ROPE_KEYS.get(kind, ()):
+            if parameters.get(key) is not None:
+                scaling[key] = parameters[key]
         for key, value in scaling.items():
-            if key in _RANGES:
+            if key == "truncate":
+                if not isinstance(value, bool):
+                    raise wrong_value(key, value, "true or false")
+            elif key in _RANGES:
                 _number(key, value)
             else:
                 _integer(key, value, MAX_SIZE)
@@ -232,6 +248,8 @@ class ConfigReader:
             raise wrong_value(
                 "high_freq_factor", scaling["high_freq_factor"], "more than low_freq_factor"
             )
+        if kind == "yarn":
+            _check_yarn(scaling)
         self._check_original_positions(scaling)
         return theta, {"rope_type": kind} | scaling
 
@@ -260,6 +278,7 @@ class ConfigReader:
     def _check_rope_keys(self, parameters: Mapping[str, Any], kind: str) -> None:
         """Raises ConversionError for a key that this type of rotation does not use."""
         used = {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind]}
+        used.update(OPTIONAL_ROPE_KEYS.get(kind, ()))
         used |= ROPE_KEYS_IN.get(self.family, {}).keys()
         for key, value in parameters.items():
             if key in used or value is None:
@@ -371,6 +390,19 @@ def _rope_type(parameters: Mapping[str, Any]) -> str:
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise _unsupported("rope_type", kind, tuple(ROPE_KEYS))
     return kind
+
+
+def _check_yarn(scaling: Mapping[str, Any]) -> None:
+    """Raises ConversionError for numbers that contradict each other."""
+    fast = scaling.get("beta_fast", BETA_FAST)
+    slow = scaling.get("beta_slow", BETA_SLOW)
+    if slow >= fast:
+        raise wrong_value("beta_slow", slow, f"less than beta_fast={fast}")
+    # transformers and servers use one of them alone in different ways.
+    if ("mscale" in scaling) != ("mscale_all_dim" in scaling):
+        raise ConversionError(
+            "config.json: rope parameters have one of mscale and mscale_all_dim; write both or none"
+        )
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

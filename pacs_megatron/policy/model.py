@@ -7,7 +7,8 @@ not support sequence parallelism, and its local attention does not support packe
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from pacs_megatron.config.schema import (
 )
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.models import DeltaSpec, ModelSpec
+from pacs_megatron.models.config_reader import BETA_FAST, BETA_SLOW
 from pacs_megatron.parallel import cpu_redirects
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.policy import precision
@@ -456,12 +458,18 @@ def transformer_config(
     arguments |= _recompute_arguments(parallel, machine)
     arguments |= precision.megatron_arguments(options, machine)
     arguments |= precision.megatron_options(TransformerConfig, parallel.megatron, machine, dtype)
+    is_yarn = spec.rope_scaling is not None and spec.rope_scaling["rope_type"] == "yarn"
+    if is_yarn:
+        arguments["apply_rope_fusion"] = False  # Transformer Engine's kernel has no factor
     try:
-        return TransformerConfig(**arguments)
+        config = TransformerConfig(**arguments)
     except (AssertionError, ValueError) as error:
         raise ConfigError(
             f"Megatron-Core does not support this combination of parallel.* options: {error}"
         ) from error
+    if is_yarn:
+        _set_yarn(config, spec.rope_scaling or {})
+    return config
 
 
 def _hybrid_arguments(delta: DeltaSpec, machine: precision.Machine) -> dict[str, Any]:
@@ -604,7 +612,8 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
     """Angular frequencies of the rotary position embedding (Su et al. 2021), with its scaling.
 
     `linear` divides every frequency by the factor (position interpolation, Chen et al. 2023).
-    `llama3` divides only those of long wavelengths, with a linear transition (Llama 3.1).
+    `llama3` divides only those of long wavelengths, with a linear transition (Llama 3.1). `yarn`
+    divides those of few rotations in the original context (Peng et al., arXiv:2309.00071).
 
     Returns:
         [rotated elements of a head / 2], fp32, radians a position.
@@ -619,6 +628,8 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
     factor = float(scaling["factor"])
     if scaling["rope_type"] == "linear":
         return frequencies / factor
+    if scaling["rope_type"] == "yarn":
+        return _yarn_frequencies(frequencies, spec.rope_theta, scaling)
 
     low = float(scaling["low_freq_factor"])
     high = float(scaling["high_freq_factor"])
@@ -628,6 +639,44 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
     blended = (1 - smooth) * frequencies / factor + smooth * frequencies
     scaled = torch.where(wavelengths > original / low, frequencies / factor, blended)
     return torch.where(wavelengths < original / high, frequencies, scaled)
+
+
+def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Frequencies between those of YaRN's two limits are blended, linearly by dimension.
+
+    Args:
+        frequencies: [rotated elements of a head / 2], without scaling.
+        theta: their base.
+        scaling: of a ModelSpec.
+    """
+    original = float(scaling["original_max_position_embeddings"])
+    count = len(frequencies)
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension, not rounded, that makes as many rotations in the original context."""
+        return count * math.log(original / (2 * math.pi * rotations)) / math.log(theta)
+
+    low = dimension_of(float(scaling.get("beta_fast", BETA_FAST)))
+    high = dimension_of(float(scaling.get("beta_slow", BETA_SLOW)))
+    if scaling.get("truncate", True):
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * count - 1)
+    width = (high - low) or 1e-3
+    divided = ((torch.arange(count, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies * (divided / float(scaling["factor"]) + 1 - divided)
+
+
+def _set_yarn(config: TransformerConfig, scaling: Mapping[str, Any]) -> None:
+    """Megatron's attention multiplies sines and cosines by a factor of these attributes."""
+    names = {
+        "yarn_rotary_scaling_factor": "factor",
+        "yarn_mscale": "mscale",
+        "yarn_mscale_all_dim": "mscale_all_dim",
+    }
+    for attribute, key in names.items():
+        setattr(config, attribute, scaling.get(key))
 
 
 def build_chunks(

@@ -24,6 +24,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -82,6 +88,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_key_head_dim": 10,
             "linear_conv_kernel_dim": 3,
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "qwen3_5-yarn": (
+        "qwen3_5_text",
+        HYBRID
+        | {
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5},
         },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", SHARED),

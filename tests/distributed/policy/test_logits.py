@@ -33,6 +33,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "qwen3_next": [TP2],
     "qwen3_5": [PP2],
     "qwen3_5-tied-odd-vocabulary": [{"world": 3, "pp": 3}],
+    "qwen3_5-yarn": [TP2],
     "qwen3_5_moe": [EP2],
 }
 FULL_LAYOUTS: dict[str, list[dict[str, Any]]] = {

@@ -13,9 +13,10 @@ from pacs_megatron.convert.logits import fixed_prompts
 from pacs_megatron.models.config_keys import USED
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_test
-from tests.support.tiny_families import EXPERTS, LLAMA3_ROPE, config_of
+from tests.support.tiny_families import EXPERTS, LLAMA3_ROPE, YARN_ROPE, config_of
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"}
 LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 BASE: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -42,12 +43,14 @@ SAME_SIZES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
         {"rope_parameters": LINEAR | {"rope_theta": 300.0}},
         {"rope_parameters": LLAMA3 | {"rope_theta": 300.0}},
+        {"rope_parameters": YARN | {"rope_theta": 300.0}},
     ],
     # As transformers 4 writes them.
     "rope_theta": [{"rope_theta": 300.0}],
     "rope_scaling": [
         {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_theta": 300.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 300.0, "rope_scaling": YARN},
     ],
 }
 EXPERT_KEYS: dict[str, list[dict[str, Any]]] = {

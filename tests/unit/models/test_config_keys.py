@@ -21,6 +21,7 @@ from pacs_megatron.models import read_spec
 from pacs_megatron.models.config_keys import (
     DEFAULTS,
     NEUTRAL_ROPE_KEYS,
+    OPTIONAL_ROPE_KEYS,
     ROPE_KEYS,
     USED,
     USED_IN,
@@ -28,7 +29,7 @@ from pacs_megatron.models.config_keys import (
     rejected_keys,
 )
 from pacs_megatron.models.families import FAMILIES
-from tests.support.tiny_families import CASES, EXPERTS, LLAMA3_ROPE, config_of
+from tests.support.tiny_families import CASES, EXPERTS, LLAMA3_ROPE, YARN_ROPE, config_of
 
 CASE_OF = {
     "mistral": "mistral",
@@ -214,11 +215,13 @@ def test_every_key_of_a_rotation_is_used_or_rejected() -> None:
         "default": {"rope_type": "default", "rope_theta": 1e4},
         "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
         "llama3": LLAMA3_ROPE,
+        "yarn": YARN_ROPE,
     }
     assert rotations.keys() == ROPE_KEYS.keys()
     for kind, rotation in rotations.items():
         for key in modeling_rope_utils.RopeParameters.__annotations__:
-            if key in (*ROPE_KEYS[kind], "rope_type", "rope_theta"):
+            used = (*ROPE_KEYS[kind], *OPTIONAL_ROPE_KEYS.get(kind, ()))
+            if key in (*used, "rope_type", "rope_theta"):
                 continue
             neutral = NEUTRAL_ROPE_KEYS.get(key)
             for value in (None, neutral):

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from pacs_megatron.errors import ConversionError
 from pacs_megatron.models import ModelSpec, MoeSpec, load_spec, read_spec, weight_table
 from tests.support.fuzz import damaged, fuzz, json_documents
-from tests.support.tiny_families import CASES, LLAMA3_ROPE, config_of
+from tests.support.tiny_families import CASES, LLAMA3_ROPE, YARN_ROPE, config_of
+
+YARN = {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"}
 
 # As published with the checkpoints (transformers 4 style); the counts are the models' own.
 QWEN3 = {
@@ -184,7 +186,7 @@ def test_transformers_5_config_objects_agree(case: str) -> None:
     )
     assert spec.tied == config.tie_word_embeddings
     assert spec.rope_theta == config.rope_parameters["rope_theta"]
-    assert (spec.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
+    assert (spec.rope_scaling is not None) == (config.rope_parameters["rope_type"] != "default")
 
 
 def test_rope_scaling_of_both_styles_reads_alike() -> None:
@@ -220,7 +222,7 @@ def test_defaults_that_transformers_takes_for_missing_keys() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "forty"}, "num_hidden_layers='forty'"),
@@ -240,6 +242,17 @@ def test_defaults_that_transformers_takes_for_missing_keys() -> None:
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5}},
             "attention_factor=1.5, which is not supported with rope_type=linear",
         ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks original_max_position"),
+        (
+            {"rope_scaling": YARN | {"attention_factor": 1.5}},
+            "attention_factor=1.5, which is not",
+        ),
+        (
+            {"rope_scaling": YARN | {"beta_fast": 2, "beta_slow": 2}},
+            "beta_slow=2, expected less",
+        ),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "one of mscale and mscale_all_dim"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate=1, expected true or false"),
         (
             {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
             "factor=2.0, which is not supported with rope_type=default",
