@@ -100,12 +100,6 @@ def _delta_problems(config: RunConfig, shape: ModelSpec, model_name: str) -> Ite
             )
             break
 
-    if config.rollout.sglang is not None and config.rollout.sglang.sync.verify != "off":
-        yield (
-            f"rollout.sync.verify={config.rollout.sglang.sync.verify} compares checksums of the "
-            f"servers' parameters, whose layout for the gated delta nets of {model_name} is not "
-            "recorded; set rollout.sync.verify=off, or use rollout.engine=embedded"
-        )
     servers = config.rollout.managed_servers
     if servers is not None and delta.num_key_heads % servers.tp:
         yield (

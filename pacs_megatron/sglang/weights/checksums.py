@@ -14,6 +14,7 @@ import torch
 
 from pacs_megatron.contracts.digest import as_words
 from pacs_megatron.errors import SyncError
+from pacs_megatron.models import VISION_PREFIX, ModelSpec
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this, with zeros."""
@@ -23,12 +24,29 @@ _FUSED = {
     "v_proj": ("qkv_proj", 2, 3),
     "gate_proj": ("gate_up_proj", 0, 2),
     "up_proj": ("gate_up_proj", 1, 2),
+    # Gated delta nets of Qwen3.5; Qwen3-Next is exported with the fused ones.
+    "in_proj_qkv": ("in_proj_qkvz", 0, 2),
+    "in_proj_z": ("in_proj_qkvz", 1, 2),
+    "in_proj_b": ("in_proj_ba", 0, 2),
+    "in_proj_a": ("in_proj_ba", 1, 2),
 }
 """Hugging Face module -> (the server's module, index of the part, number of parts)"""
 _EXPERT = re.compile(
     r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<module>gate_proj|up_proj|down_proj)\.weight"
 )
 _MODULE = re.compile(r"(?P<prefix>.*\.)(?P<module>\w+)\.(?P<parameter>weight|bias)")
+
+
+_SPLIT_BY_HEADS = re.compile(
+    r"\.linear_attn\.((in_proj_z|in_proj_b|in_proj_a|in_proj_qkvz|in_proj_ba)\.weight|dt_bias|A_log)"
+)
+"""Tensors of a gated delta net that ranks share by rows"""
+_THREE_PARTS = re.compile(r"\.linear_attn\.(in_proj_qkv|conv1d)\.weight")
+"""Its tensors of queries, keys and values, each of which ranks share by rows"""
+_ZERO_CENTRED = re.compile(r"(?<!linear_attn\.)norm\.weight$")
+"""Norms of a hybrid, except a delta net's own"""
+_NOT_TRAINED = "visual."
+"""Start of the servers' names in a vision tower, which no export has"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +56,24 @@ class ModelDims:
     num_kv_heads: int
     num_experts: int = 0
     """0: a dense model"""
+    delta_keys: int = 0
+    """Rows of the keys of a gated delta net; 0: the model is no hybrid"""
+    delta_values: int = 0
+    """Rows of its values"""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "ModelDims":
+        """Those of a model."""
+        num_experts = 0 if spec.moe is None else spec.moe.num_experts
+        delta = spec.delta
+        if delta is None:
+            return cls(num_kv_heads=spec.num_kv_heads, num_experts=num_experts)
+        return cls(
+            num_kv_heads=spec.num_kv_heads,
+            num_experts=num_experts,
+            delta_keys=delta.num_key_heads * delta.key_head_dim,
+            delta_values=delta.num_value_heads * delta.value_head_dim,
+        )
 
 
 class ExpectedChecksums:
@@ -78,6 +114,8 @@ class ExpectedChecksums:
             only: names of the server's parameters that are hashed; None: all.
         """
         target, part, num_parts = self.place(name)
+        if self._dims.delta_keys and _ZERO_CENTRED.search(target):
+            self._add_shifted(target, tensor, only)
         if only is not None and target not in only:
             return
         # The caller may reuse the memory of a tensor that waits for other parts.
@@ -91,8 +129,17 @@ class ExpectedChecksums:
         ordered = [parts[number] for number in range(num_parts)]
         self.by_name[target] = [self._hash(self._shard(ordered, rank)) for rank in range(self._tp)]
 
+    def _add_shifted(self, target: str, tensor: torch.Tensor, only: frozenset[str] | None) -> None:
+        """A server also has 1 + weight of a norm, in the dtype of the weight."""
+        shifted = f"{target.removesuffix('weight')}gemma_weight"
+        if only is None or shifted in only:
+            self.by_name[shifted] = [self._hash(tensor + 1)] * self._tp
+
     def place(self, name: str) -> tuple[str, int, int]:
         """(server's parameter, index of the part, number of parts) of a Hugging Face name."""
+        if self._dims.delta_keys:
+            # Their layers on a server have the attention's parameters themselves.
+            name = name.replace(VISION_PREFIX, "model.", 1).replace(".self_attn.", ".")
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             number = int(expert["expert"])
@@ -148,8 +195,12 @@ class ExpectedChecksums:
                 padding = tensor.new_zeros(num_missing, *tensor.shape[1:])
                 tensor = torch.cat([tensor, padding])
             return tensor.chunk(self._tp)[rank]
+        if name.endswith(".A_log"):
+            tensor = tensor.float()  # as servers store it
         if self._tp == 1:
             return tensor
+        if ".linear_attn." in name:
+            return self._slice_of_delta_net(name, tensor, rank)
         if re.search(r"\.(k_proj|v_proj)\.", name):
             # With more ranks than key-value heads, several ranks have the same head.
             num_shards = min(self._tp, self._dims.num_kv_heads)
@@ -157,6 +208,18 @@ class ExpectedChecksums:
         if re.search(r"\.(q_proj|gate_proj|up_proj)\.", name):
             return tensor.chunk(self._tp)[rank]
         if re.search(r"\.(o_proj|down_proj)\.weight$", name):
+            return tensor.chunk(self._tp, dim=1)[rank].contiguous()
+        return tensor
+
+    def _slice_of_delta_net(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """As `_slice`: heads are split; the norm over a head is whole on each rank."""
+        if _THREE_PARTS.search(name):
+            keys = self._dims.delta_keys
+            parts = tensor.split([keys, keys, self._dims.delta_values])  # type: ignore[no-untyped-call]
+            return torch.cat([part.chunk(self._tp)[rank] for part in parts])
+        if _SPLIT_BY_HEADS.search(name):
+            return tensor.chunk(self._tp)[rank]
+        if name.endswith(".out_proj.weight"):
             return tensor.chunk(self._tp, dim=1)[rank].contiguous()
         return tensor
 
@@ -191,7 +254,9 @@ def compare(
             elif reported[name] != hashes[rank]:
                 wrong.append(f"{name} (rank {rank}: {reported[name]}, expected {hashes[rank]})")
         if complete:
-            wrong += [f"{name} (never sent)" for name in reported if name not in expected]
+            for name in reported:
+                if name not in expected and not name.startswith(_NOT_TRAINED):
+                    wrong.append(f"{name} (never sent)")
     if wrong:
         advice = ""
         if len(wrong) >= len(expected):

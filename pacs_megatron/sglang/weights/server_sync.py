@@ -335,8 +335,7 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
             transport = BroadcastTransport(sync.host, sync.timeout_s)
         case "ipc":
             transport = IpcTransport(sync.timeout_s)
-    num_experts = 0 if spec.moe is None else spec.moe.num_experts
-    dims = ModelDims(num_kv_heads=spec.num_kv_heads, num_experts=num_experts)
+    dims = ModelDims.of(spec)
     return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
 
 

@@ -170,10 +170,7 @@ class _HostProcess:
         spec = load_spec(given.model_path)
         if given.context_length > spec.max_positions:  # configs/model_config.py:1309
             return {"code": 1, "reason": "ValueError: User-specified context_length is greater"}
-        dims = ModelDims(
-            num_kv_heads=spec.num_kv_heads,
-            num_experts=0 if spec.moe is None else spec.moe.num_experts,
-        )
+        dims = ModelDims.of(spec)
         try:
             server = GpuServer(
                 self._node,
