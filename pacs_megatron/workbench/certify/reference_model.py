@@ -41,7 +41,11 @@ class Model:
         for module in self.model.modules():
             if hasattr(module, "variance_epsilon"):
                 _compute_norm_in_float64(module)
-            if hasattr(module, "norm_topk_prob"):
+            elif type(module).__name__.endswith("RMSNorm"):
+                _compute_zero_centred_norm_in_float64(module)
+            if hasattr(module, "A_log"):
+                module.forward = _DeltaNet(module)
+            if type(module).__name__.endswith("TopKRouter"):
                 self.routers.append(_Router(module))
         self.temperature = temperature
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -136,8 +140,96 @@ def _compute_norm_in_float64(module: Any) -> None:
     )
 
 
+def _compute_zero_centred_norm_in_float64(module: Any) -> None:
+    """Replaces the forward of a hybrid's norm, which computes in float32 and multiplies by
+    1 + weight.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        scale = 1 + module.weight
+        return torch.nn.functional.rms_norm(x, module.weight.shape, scale, module.eps)
+
+    module.forward = forward
+
+
+class _DeltaNet:
+    """A gated delta net in float64, token by token, for one sample.
+
+    Source: Yang, Kautz and Hatamizadeh, arXiv:2412.06464. transformers computes it in float32.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
+        module = self.module
+        queries, keys, values, gates, betas, alphas = self._projected(hidden_states[0])
+        channels = torch.cat([part.flatten(1) for part in (queries, keys, values)], dim=1)
+        channels = self._convolved(channels)
+        split = [module.key_dim, module.key_dim, module.value_dim]
+        queries, keys, values = (
+            part.reshape(like.shape)
+            for part, like in zip(
+                torch.split(channels, split, dim=1), (queries, keys, values), strict=True
+            )
+        )
+        # Each key head serves as many value heads.
+        share = module.num_v_heads // module.num_k_heads
+        queries = _unit(queries).repeat_interleave(share, dim=1) / module.head_k_dim**0.5
+        keys = _unit(keys).repeat_interleave(share, dim=1)
+        steps = torch.nn.functional.softplus(alphas + module.dt_bias)
+        decays = (-module.A_log.exp() * steps).exp()
+
+        state = values.new_zeros(module.num_v_heads, module.head_v_dim, module.head_k_dim)
+        rows = []
+        for token in range(len(queries)):
+            query = queries[token, :, :, None]
+            key = keys[token, :, :, None]
+            state = decays[token, :, None, None] * state
+            error = values[token, :, :, None] - state @ key
+            state = state + betas[token].sigmoid()[:, None, None] * error @ key.mT
+            rows.append((state @ query)[:, :, 0])
+        normed = module.norm(torch.stack(rows)) * torch.nn.functional.silu(gates)
+        found: Tensor = module.out_proj(normed.flatten(1))[None]
+        return found
+
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys, values, gates, [t, heads, size]; betas and alphas, [t, heads]."""
+        module = self.module
+        key = module.head_k_dim
+        value = module.head_v_dim
+        if hasattr(module, "in_proj_qkvz"):
+            # Interleaved by key head.
+            share = module.num_v_heads // module.num_k_heads
+            wide = module.in_proj_qkvz(x).reshape(len(x), module.num_k_heads, -1)
+            narrow = module.in_proj_ba(x).reshape(len(x), module.num_k_heads, -1)
+            parts = list(torch.split(wide, [key, key, share * value, share * value], dim=2))
+            parts += torch.split(narrow, [share, share], dim=2)
+        else:
+            split = [module.key_dim, module.key_dim, module.value_dim]
+            parts = list(torch.split(module.in_proj_qkv(x), split, dim=1))
+            parts += [module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)]
+        shapes = [(-1, key), (-1, key), (-1, value), (-1, value), (-1,), (-1,)]
+        return [part.reshape(len(x), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        """SiLU of each channel's weighted sum over the last tokens, [t, channels]."""
+        kernels = self.module.conv1d.weight[:, 0]
+        width = kernels.shape[1]
+        padded = torch.nn.functional.pad(x, (0, 0, width - 1, 0))
+        total = torch.zeros_like(x)
+        for tap in range(width):
+            total = total + padded[tap : tap + len(x)] * kernels[:, tap]
+        return torch.nn.functional.silu(total)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """`x` with a last dimension of length 1."""
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
 class _Router:
-    """The router of a Qwen3 layer with experts, in float64."""
+    """The router of a layer with experts, in float64."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -153,7 +245,8 @@ class _Router:
             self.chosen = probabilities.topk(self.module.top_k).indices
 
         weights = probabilities.gather(1, self.chosen)
-        if self.module.norm_topk_prob:
+        # Qwen3.5 always divides by the sum.
+        if getattr(self.module, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, self.chosen
 
@@ -182,7 +275,8 @@ def _write_random(kind: Any, config: Any, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                # Around the value of a new model: 1, or 0 where the norm multiplies by 1 + weight.
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(std=0.12)
     model.save_pretrained(folder)

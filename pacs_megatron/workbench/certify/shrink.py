@@ -217,6 +217,21 @@ def _tiny_model(
         sizes["num_experts_per_tok"] = min(spec.moe.top_k, 2)
         sizes["moe_intermediate_size"] = shards * 5 * unit
 
+    if spec.moe is not None and spec.moe.shared_ffn_size:
+        sizes["shared_expert_intermediate_size"] = shards * 7 * unit
+    if spec.delta is not None:
+        key_heads = math.lcm(first.tp * first.cp, second.tp * second.cp)
+        sizes |= {
+            "full_attention_interval": 2,
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": 3 * key_heads,
+            "linear_key_head_dim": 128 if for_kernels else 6,
+            "linear_value_head_dim": 128 if for_kernels else 5,
+            # The norm after a delta net divides by the size of outputs that are differences of
+            # nearly equal numbers, and would amplify their rounding.
+            "rms_norm_eps": 1e-4,
+        }
+
     tiny = {key: value for key, value in hf.items() if key not in _NOT_OF_TINY_MODELS}
     for key in ("rope_scaling", "rope_parameters"):
         rope = tiny.get(key)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pacs_megatron.errors import ConfigError
 from pacs_megatron.runtime.shipped import run_file
 from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.run import certify
+from tests.support.needs import HAS_DELTA_NETS
 from tests.support.policies.certify_runs import (
     EXAMPLE_FOLDER,
     EXAMPLES,
@@ -109,11 +109,6 @@ def test_a_crash_is_not_a_number(first_deviation: str, expected: bool) -> None:
     assert is_number(first_deviation) == expected
 
 
-def test_a_hybrid_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no reference for the gated delta nets of model"):
-        run(tmp_path, {}, "qwen3_5")
-
-
 @pytest.mark.parametrize("seed", in_full(range(270), range(6)))
 def test_a_random_legal_configuration_is_green(tmp_path: Path, seed: int) -> None:
     family, changes = random_run(seed)
@@ -144,6 +139,8 @@ def test_a_known_error_of_megatron_is_not_reached(tmp_path: Path, name: str) -> 
     ),
 )
 def test_a_shipped_configuration_is_green(tmp_path: Path, name: str) -> None:
+    if not HAS_DELTA_NETS and ("qwen3.5" in name or "hybrid" in name):
+        pytest.skip("Megatron-Core 0.16 has no gated delta nets for packed samples")
     certificate = certify(run_file(name), [], out=tmp_path)
     assert certificate is not None
     assert certificate.is_green, certificate.line()
