@@ -5,6 +5,7 @@ nothing had happened.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -115,6 +116,45 @@ def test_the_same_seed_gives_the_same_bits_through_a_signal_and_a_kill(
     code, err = finish(start(config))
     assert code == ExitCode.OK, err
     assert_same_run(run_dir, undisturbed)
+
+
+@pytest.mark.full
+def test_a_mixture_of_files_goes_on_where_it_was_stopped(tmp_path: Path, model: Path) -> None:
+    """Two sets with weights: the same prompts, samples and weights as in an undisturbed run."""
+
+    def mixture(folder: Path) -> str:
+        rows = [{"q": f"{a} - 1 = ?", "gold": {"value": str(a - 1)}} for a in range(5)]
+        (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        columns = "columns: {problem: q, answer: gold.value}"
+        return f"data.mix=[{{path: {folder}/other.jsonl, {columns}, weight: 2}}]"
+
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    code, err = finish(start(write_tiny_run(whole, model), mixture(whole), "data.train.weight=3"))
+    assert code == ExitCode.OK, err
+
+    config = write_tiny_run(cut, model, delay_s=0.02)
+    words = (mixture(cut), "data.train.weight=3")
+    run_dir = cut / "runs" / "tiny"
+    process = start(config, *words)
+    wait_for_rows(run_dir, 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, err = finish(process)
+    assert code == ExitCode.PREEMPTED, err
+    assert 0 < rows(run_dir) < STEPS
+
+    code, err = finish(start(config, words[0], "data.train.weight=1"))
+    assert code == ExitCode.MISCONFIGURED and "data.train.weight" in err, err
+    code, err = finish(start(config, *words))
+    assert code == ExitCode.OK, err
+    assert_same_run(run_dir, whole / "runs" / "tiny")
+    sources = []
+    for file in (run_dir / "rollouts").glob("step_*.jsonl"):
+        sources += [json.loads(line)["source"] for line in file.read_text().splitlines()]
+    share = sources.count("other") / len(sources)
+    assert abs(share - 0.4) < 0.05, "of whole groups: 32 prompts of 8 steps"
 
 
 @pytest.mark.campaign
