@@ -117,9 +117,17 @@ class AgentPool(Closing):
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._thread.start()
 
-    def start(self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt]) -> None:
-        """Starts a trajectory for each request, in order, as workers become free."""
-        self._do(partial(self._start, tuple(requests), prompts))
+    def start(
+        self,
+        requests: Sequence[SampleRequest],
+        prompts: Mapping[str, Prompt],
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Starts a trajectory for each request, in order, as workers become free; `urgent` ones
+        before all queued ones.
+        """
+        self._do(partial(self._start, tuple(requests), prompts, urgent))
 
     def deliver(self, turns: Sequence[Sample]) -> None:
         """The policy's turns for requests of `request_turn`.
@@ -189,12 +197,19 @@ class AgentPool(Closing):
             logger.exception("the agent pool has ended")
             self._callbacks.failed(error)
 
-    def _start(self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt]) -> None:
+    def _start(
+        self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt], urgent: bool
+    ) -> None:
+        started = []
         for request in requests:
             trajectory = Trajectory(request, self._encoder, self._stops)
             opened = _Open(trajectory, prompts[request.prompt_id])
             self._open[request.id] = opened
-            self._queued.append(opened)
+            started.append(opened)
+        if urgent:
+            self._queued.extendleft(reversed(started))
+        else:
+            self._queued.extend(started)
 
     @property
     def is_quiet(self) -> bool:
@@ -367,7 +382,7 @@ class AgentPool(Closing):
             arguments=arguments,
             failure=result.failure,
             seconds=time.monotonic() - since,
-            turn=opened.trajectory.turns,
+            turn=opened.trajectory.num_turns,
             timed_out=result.timed_out,
             cut=result.cut,
         )

@@ -39,11 +39,18 @@ class Trajectory:
         self._environment: list[tuple[int, int]] = []
         self._spans: list[Span] = []
         self._is_truncated = False
+        self._cached_tokens: list[int] = []
+        self._read_tokens: list[int] = []
 
     @property
     def left(self) -> int:
         """Number of tokens that the response can still have."""
         return self.request.params.max_response_tokens - self._length
+
+    @property
+    def num_turns(self) -> int:
+        """`Sample.num_turns` so far."""
+        return len(self._environment) + (self.turns > 0)
 
     @property
     def is_truncated(self) -> bool:
@@ -70,6 +77,10 @@ class Trajectory:
         Raises:
             AgentError: the conversation cannot be continued so.
         """
+        params = self.request.params
+        # More strings in the configuration are those of the embedded engine, which has no limit.
+        if len(params.stop) <= _MAX_STOPS < len(stop) + len(params.stop):
+            raise AgentError(f"{len(stop)} stop strings, at most {_MAX_STOPS - len(params.stop)}")
         block = self._block(messages)
         left = self.left - len(block)
         if left <= 0:
@@ -79,7 +90,6 @@ class Trajectory:
             self._environment.append((self._length, self._length + len(block)))
             self._add(block, np.zeros(len(block), dtype=np.float32))
 
-        params = self.request.params
         limit = left if max_tokens is None else min(max_tokens, left)
         turn_params = params.model_copy(
             update={"max_response_tokens": limit, "stop": (*params.stop, *stop)}
@@ -98,6 +108,8 @@ class Trajectory:
             moved = replace(span, start=span.start + self._length, end=span.end + self._length)
             self._spans.append(moved)
         self._add(turn.response_ids, turn.sampler_logprobs)
+        self._cached_tokens += turn.cached_tokens
+        self._read_tokens.append(turn.prompt_len)
         self.turns += 1
         if turn.stop is Stop.LENGTH and self.left == 0:
             self.truncate()
@@ -130,6 +142,8 @@ class Trajectory:
             failure=failure,
             environment=tuple(environment),
             calls=tuple(self.calls),
+            cached_tokens=tuple(self._cached_tokens),
+            read_tokens=tuple(self._read_tokens),
         )
 
     def _block(self, messages: Sequence[Message]) -> np.ndarray:
@@ -158,6 +172,8 @@ class Trajectory:
         self._length += len(ids)
 
 
+_MAX_STOPS = 32
+"""Stop strings of a request, a limit of SGLang"""
 _CHARS_PER_TOKEN = 256
 """No text of a tool has longer tokens on average; above it a message is not even encoded, because
 100 MB of text would take minutes.

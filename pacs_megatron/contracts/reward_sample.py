@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,22 +36,30 @@ class RewardSample:
     extra: Mapping[str, Any]
     """The columns of `extra_columns`: column -> its JSON value"""
     turns: tuple[Turn, ...]
-    """The conversation after the prompt: one turn, the response"""
+    """The conversation after the prompt: one turn, the response, or all turns of an agent with
+    their calls of tools
+    """
     prompt_id: str
     """`<data set name>/<row>`"""
     source: str
     """Name of the data set"""
 
 
-def reward_sample(prompt: Prompt, response: str) -> RewardSample:
-    """The argument of a reward function for `response`."""
+def reward_sample(prompt: Prompt, response: str, turns: Sequence[Turn] = ()) -> RewardSample:
+    """The argument of a reward function for `response`.
+
+    Args:
+        prompt: of the response.
+        response: text; of an agent, the turns of the policy, a line each.
+        turns: of an agent; empty: the response is one turn.
+    """
     return RewardSample(
         problem=prompt.problem,
         prompt=prompt.text,
         answer=prompt.answer,
         response=response,
         extra=ExtraColumns(prompt.extra),
-        turns=(Turn(role="assistant", text=response),),
+        turns=tuple(turns) or (Turn(role="assistant", text=response),),
         prompt_id=prompt.id,
         source=prompt.source,
     )

@@ -164,7 +164,7 @@ class ToolCall:
     seconds: float
     """from the call to its result, the wait for a free worker included"""
     turn: int
-    """number of the policy's turns before it"""
+    """number of the policy's turns before it; turns without a message between them count as one"""
     timed_out: bool = False
     """whether a limit of time ended it"""
     cut: bool = False
@@ -202,6 +202,10 @@ class Sample:
     """
     calls: tuple[ToolCall, ...] = ()
     """Calls of tools, in order"""
+    cached_tokens: tuple[int, ...] = ()
+    """of each turn, tokens of its request that the server's cache had; empty: not measured"""
+    read_tokens: tuple[int, ...] = ()
+    """of each turn of an agent, tokens of its request"""
     text: str | None = None
     """the response as text, decoded once: for the verifier and for the rollout file; None: not
     decoded yet

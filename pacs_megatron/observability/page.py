@@ -109,6 +109,7 @@ th{color:var(--soft);font-weight:600}
 @media(max-width:600px){table{font-size:.8rem}
 th,td{padding:3px 10px 3px 0;white-space:normal;overflow-wrap:break-word}}
 .sample{margin-bottom:10px}
+.environment pre{border-left:4px solid var(--soft);padding-left:8px}
 .sample summary{display:flex;gap:4px 12px;flex-wrap:wrap;align-items:baseline}
 .sample summary::before{content:"\\25B8";color:var(--soft)}
 .sample[open] summary::before{content:"\\25BE"}

@@ -443,10 +443,27 @@ def _sample(record: Mapping[str, Any], path: Path) -> str:
     blocks = [
         f"<h3>{title}</h3><pre>{_shortened(str(text))}</pre>" for title, text in texts.items()
     ]
+    blocks += [_turn(turn) for turn in record.get("turns", [])]
     return (
         f'<details class="card sample"><summary><span class="{style}">{verdict}</span>'
         f'<span class="id">{safe_text(str(record["id"]))}</span><span '
         f'class="soft">{safe_text(facts)}</span></summary>{"".join(blocks)}</details>'
+    )
+
+
+def _turn(turn: Mapping[str, Any]) -> str:
+    """One turn of an agent, folded; text that the policy did not write is marked."""
+    if turn["role"] == "assistant":
+        calls = turn["calls"]
+        facts = [f"{call['tool']}: {call['failure'] or 'done'}" for call in calls]
+        title = " · ".join(["policy", *facts])
+        style = "turn"
+    else:
+        title = "environment, not trained"
+        style = "turn environment"
+    return (
+        f'<details class="{style}"><summary class="soft">{safe_text(title)}</summary>'
+        f"<pre>{_shortened(turn['text'])}</pre></details>"
     )
 
 

@@ -66,7 +66,7 @@ def write_rollouts(
         # One line at a time: a step of 8,192 long responses is gigabytes of text.
         for sample in ordered:
             decoded = replace(sample, text=response_text(sample, decode))
-            turns = turns_of(sample, decode) if sample.environment else []
+            turns = turns_of(sample, decode) if sample.environment or sample.calls else []
             line = json_line(rollout_record(decoded, prompts[sample.prompt_id], turns))
             offsets.append(offsets[-1] + len(line))
             yield line
@@ -88,7 +88,8 @@ def _order(sample: Sample) -> tuple[str, int, str]:
 def rollout_record(sample: Sample, prompt: Prompt, turns: Sequence[Turn] = ()) -> dict[str, Any]:
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
     versions; `extra` only if the data set has further columns. Of an agent also `environment`,
-    [start, end) of the tokens in the response that the environment wrote, `turns` and `calls`.
+    [start, end) of the tokens in the response that the environment wrote, and `turns` with their
+    `calls` of tools.
 
     Args:
         sample: with its text.
@@ -102,7 +103,6 @@ def rollout_record(sample: Sample, prompt: Prompt, turns: Sequence[Turn] = ()) -
         agent["environment"] = sample.environment
     if sample.environment or sample.calls:
         agent["turns"] = [asdict(turn) for turn in turns]
-        agent["calls"] = [asdict(call) for call in sample.calls]
     mean = math.nan
     logprobs = sample.policy_logprobs
     if len(logprobs):

@@ -4,13 +4,13 @@ import hashlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from pacs_megatron.config.reward_options import AnyReward, CustomReward, WeightedReward
-from pacs_megatron.contracts import Judgement, Prompt, RewardSample
+from pacs_megatron.contracts import Judgement, Prompt, RewardSample, Turn
 from pacs_megatron.contracts.reward_sample import MissingColumnError, reward_sample
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.imports import imported_beside
@@ -42,8 +42,23 @@ class Custom:
         self._takes_prompt = _takes_prompt_and_response(self._function, function)
 
     def __call__(self, prompt: Prompt, response: str) -> float | Judgement:
-        """Raises RewardError if the function raises, exits or returns no finite number."""
-        sample = reward_sample(prompt, response)
+        """Same as `judge_turns` of one turn."""
+        return self.judge_turns(prompt, response, ())
+
+    def judge_turns(
+        self, prompt: Prompt, response: str, turns: Sequence[Turn]
+    ) -> float | Judgement:
+        """The reward of a response.
+
+        Args:
+            prompt: of the response.
+            response: its text.
+            turns: of an agent; empty: the response is one turn.
+
+        Raises:
+            RewardError: the function raises, exits or returns no finite number.
+        """
+        sample = reward_sample(prompt, response, turns)
         try:
             if self._takes_prompt:
                 return _checked(self._function(prompt, response))

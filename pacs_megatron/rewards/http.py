@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pacs_megatron.config.reward_options import HttpReward
@@ -56,8 +57,9 @@ class Http:
 
         Raises RewardError with server and attempts if no valid response arrives in time.
         """
-        samples = [
-            {
+        samples = []
+        for prompt, response, turns in inputs:
+            sample = {
                 "prompt_id": prompt.id,
                 "problem": prompt.problem,
                 "prompt": prompt.text,
@@ -65,8 +67,9 @@ class Http:
                 "response": response,
                 "extra": prompt.extra,
             }
-            for prompt, response in inputs
-        ]
+            if turns:
+                sample["turns"] = [asdict(turn) for turn in turns]
+            samples.append(sample)
         payload = json.dumps({"samples": samples}).encode()
         data, attempts = asyncio.run(self._request(payload))
         rewards, labels = self._read(data, len(samples))

@@ -3,19 +3,37 @@
 import importlib
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pacs_megatron.config.reward_options import AnyReward, RewardComponent, WeightedReward
-from pacs_megatron.contracts import Judgement, Prompt, RewardFn
+from pacs_megatron.contracts import Judgement, Prompt, RewardFn, Turn
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.json_reader import parse_json
 from pacs_megatron.runtime.user_code import describe
 
-JudgeInput = tuple[Prompt, str]
-"""Prompt and response"""
 _MAX_FAILURE_CHARS = 500
 _MAX_DETAILS = 1 << 20
+
+
+class JudgeInput(NamedTuple):
+    """A response to judge."""
+
+    prompt: Prompt
+    response: str
+    turns: tuple[Turn, ...] = ()
+    """of an agent; empty: the response is one turn"""
+
+
+@runtime_checkable
+class TurnsRewardFn(Protocol):
+    """A reward that reads the turns of an agent."""
+
+    def judge_turns(
+        self, prompt: Prompt, response: str, turns: Sequence[Turn]
+    ) -> float | Judgement:
+        """Same as `RewardFn`."""
+        ...
 
 
 @runtime_checkable
@@ -48,14 +66,14 @@ def judge_all(
 
     Args:
         reward: of `build_reward`.
-        inputs: prompt and response of each sample.
+        inputs: of each sample.
 
     Returns:
         By sample: `{"reward": float}`, with the verifier's `details` if any, or `{"failure":
         reason}`.
     """
     if not isinstance(reward, BatchRewardFn):
-        return [_judge(reward, prompt, response) for prompt, response in inputs]
+        return [_judge(reward, item) for item in inputs]
     try:
         return reward.judge_batch(inputs)
     except Exception as error:  # noqa: BLE001  only these samples fail
@@ -90,10 +108,13 @@ def _component(options: RewardComponent) -> tuple[str, float, RewardFn | BatchRe
     return options.reward.name, options.weight, build_reward(options.reward)
 
 
-def _judge(reward: RewardFn, prompt: Prompt, response: str) -> dict[str, Any]:
+def _judge(reward: RewardFn, item: JudgeInput) -> dict[str, Any]:
     """The result of one sample, in the form of `judge_all`."""
     try:
-        judged = reward(prompt, response)
+        if isinstance(reward, TurnsRewardFn):
+            judged = reward.judge_turns(item.prompt, item.response, item.turns)
+        else:
+            judged = reward(item.prompt, item.response)
         if not isinstance(judged, Judgement):
             return {"reward": as_reward(judged)}
 

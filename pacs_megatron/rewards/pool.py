@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from pacs_megatron.config.reward_options import AnyReward
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.contracts import Prompt, Turn
 from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.rewards.judging import JudgeInput
 from pacs_megatron.rewards.worker import encode_inputs
@@ -51,6 +51,7 @@ class _Pending(NamedTuple):
     key: str
     prompt: Prompt
     response: str
+    turns: tuple[Turn, ...]
     done: Callable[[Verdict | RewardError], None]
 
 
@@ -90,9 +91,14 @@ class RewardPool(Closing):
                     raise error
 
     def submit(
-        self, key: str, prompt: Prompt, response: str, done: Callable[[Verdict | RewardError], None]
+        self,
+        key: str,
+        prompt: Prompt,
+        response: str,
+        done: Callable[[Verdict | RewardError], None],
+        turns: Sequence[Turn] = (),
     ) -> None:
-        """Queues one response, from any thread.
+        """Queues one response, of an agent with its turns, from any thread.
 
         A thread of the pool calls `done` with the verdict of `key` (the sample id), or with the
         RewardError that ended the pool. Raises RewardError if the pool has ended.
@@ -100,7 +106,7 @@ class RewardPool(Closing):
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._queue.put(_Pending(key, prompt, response, done))
+            self._queue.put(_Pending(key, prompt, response, tuple(turns), done))
 
     def close(self) -> None:
         """Kills every worker with its child processes. Returns after every `done` was called."""
@@ -220,7 +226,8 @@ class _Worker(WorkerProcess):
         if not self.is_started:  # killed in the call before
             self.start()
         self.allow_output()
-        line = self._encode([(item.prompt, item.response) for item in pending])
+        inputs = [JudgeInput(item.prompt, item.response, item.turns) for item in pending]
+        line = self._encode(inputs)
         reply = self._exchange(line, self._options.call_limit_s)
         # The kernel or a user killed it, rarely the response: a new process retries once.
         if reply.get("killed"):
@@ -245,7 +252,7 @@ class _Worker(WorkerProcess):
         """
         if self._options.name != "math":
             return [reply] * len(pending)
-        golds = [(item.prompt, f"\\boxed{{{item.prompt.answer}}}") for item in pending]
+        golds = [JudgeInput(item.prompt, f"\\boxed{{{item.prompt.answer}}}") for item in pending]
         self.start()
         judged = self._exchange(self._encode(golds), self._options.call_limit_s)
         verified = [result.get("reward") == 1.0 for result in judged.get("verdicts", [])]

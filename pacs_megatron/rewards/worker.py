@@ -8,7 +8,7 @@ Only a user's function receives the token ids of a prompt: no other reward reads
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from pacs_megatron.config.reward_options import RewardOptions
 from pacs_megatron.contracts import Prompt
+from pacs_megatron.contracts.conversation import turn_from_json
 from pacs_megatron.rewards.judging import JudgeInput, build_reward, judge_all
 from pacs_megatron.runtime.worker_process import Connection, Handler, serve
 
@@ -44,24 +45,24 @@ def encode_inputs(inputs: Sequence[JudgeInput], *, with_token_ids: bool) -> byte
     """The inputs of one call as a JSON line.
 
     Args:
-        inputs: prompt and response of each sample.
+        inputs: of each sample.
         with_token_ids: whether the reward reads the token ids of the prompts.
     """
     rows = []
-    for prompt, response in inputs:
+    for prompt, response, turns in inputs:
         token_ids = prompt.token_ids if with_token_ids else _NO_TOKEN_IDS
         values = {name: getattr(prompt, name) for name in _OTHER_FIELDS}
         values["extra"] = dict(prompt.extra)
         values["token_ids"] = base64.b64encode(token_ids.astype("<i4").tobytes()).decode()
-        rows.append((values, response))
+        rows.append((values, response, [asdict(turn) for turn in turns]))
     return json.dumps(rows).encode() + b"\n"
 
 
 def decode_inputs(line: str) -> list[JudgeInput]:
     """Inverse of `encode_inputs`; a prompt has no token ids if none were sent."""
     inputs = []
-    for values, response in json.loads(line):
+    for values, response, turns in json.loads(line):
         token_ids = np.frombuffer(base64.b64decode(values["token_ids"]), "<i4")
         prompt = Prompt(**values | {"token_ids": token_ids})
-        inputs.append((prompt, response))
+        inputs.append(JudgeInput(prompt, response, tuple(map(turn_from_json, turns))))
     return inputs

@@ -2,7 +2,7 @@
 the label of a sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.config.schema import Truncated
 from pacs_megatron.contracts import Prompt, Sample, Stop
-from pacs_megatron.contracts.conversation import response_text
+from pacs_megatron.contracts.conversation import Turn, response_text, turns_of
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
@@ -42,18 +42,29 @@ class Judge(Closing):
         self._decode = decode
         self._truncated = truncated
 
-    def submit(self, sample: Sample, prompt: Prompt, done: Judged) -> None:
+    def submit(
+        self, sample: Sample, prompt: Prompt, done: Judged, turns: Sequence[Turn] = ()
+    ) -> None:
         """Submits `sample` and returns; `done` is called later, with the sample and its text.
 
-        Raises RewardError if the pool has ended.
+        Args:
+            sample: to judge.
+            prompt: of the sample.
+            done: called in a thread of the pool.
+            turns: of an agent whose sample has no tokens; empty: those of its tokens.
+
+        Raises:
+            RewardError: the pool has ended.
         """
         text = response_text(sample, self._decode)
+        if not turns and (sample.environment or sample.calls):
+            turns = turns_of(sample, self._decode)
         decoded = replace(sample, text=text)
 
         def deliver(verdict: Verdict | RewardError) -> None:
             done(self._apply(decoded, verdict))
 
-        self._pool.submit(sample.id, prompt, text, deliver)
+        self._pool.submit(sample.id, prompt, text, deliver, turns)
 
     def check(self, judged: list[Sample]) -> None:
         """Raises RewardError if more than the configured share of these samples could not be

@@ -202,7 +202,7 @@ def _evaluate(
     if config.rollout.sglang is None:
         sampler = EmbeddedSampler(config)
     else:
-        sampler = ServerSampler(config.rollout.sglang, config.model, base / "servers")
+        sampler = ServerSampler(config, base / "servers")
     # Every submitted sample comes with its text, so the judge decodes nothing.
     judge = Judge(config.reward, lambda ids: "", truncated=config.admission.truncated)
 
@@ -375,7 +375,7 @@ class _Evaluation:
             nonlocal num_done, num_pending
             while num_pending and (wait or not verdicts.empty()):
                 [sample] = received(verdicts, 1)
-                turns = turns_of(sample, decode) if sample.environment else []
+                turns = turns_of(sample, decode) if sample.environment or sample.calls else []
                 samples.append(sample, seeds[sample.id], turns)
                 num_pending -= 1
                 num_done += 1

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from pacs_megatron.contracts import Prompt, Sample, Stop
-from pacs_megatron.contracts.conversation import Turn
+from pacs_megatron.contracts.conversation import Turn, turn_from_json
 from pacs_megatron.errors import ConfigError, DataError, RewardError
 from pacs_megatron.observability.rollout_log import rollout_record, verdict_fields
 from pacs_megatron.rewards.boxed import last_boxed
@@ -212,7 +212,8 @@ class SampleFile(Closing):
                     f"evaluation.benchmarks lacks; add {record['source']}, or correct its `limit` "
                     "and `where`"
                 )
-            judge.submit(_without_tokens(record), prompt, verdicts.put)
+            turns = [turn_from_json(turn) for turn in record.get("turns", [])]
+            judge.submit(_without_tokens(record), prompt, verdicts.put, turns)
         return {sample.id: sample for sample in received(verdicts, len(records))}
 
 

@@ -90,8 +90,9 @@ def test_two_ranks_train_on_trajectories(tmp_path: Path, model: Path) -> None:
         # Same model and weights: every token of the policy is scored in its exact context.
         assert row["mismatch/logprob_abs_max"] < 1e-4
         records = read_rollouts(rollout_path(run_dir, row["step"]))
-        calls = sum(len(record.get("calls", [])) for record in records)
-        assert row["tool/calculate/calls"] == calls
+        used = [record for record in records if record.get("turns")]
+        assert row["tool/calculate/calls"] == len(used)
+        assert all(len(record["turns"][0]["calls"]) == 1 for record in used)
         assert row["response/tokens"] == sum(record["response_tokens"] for record in records)
 
 

@@ -122,6 +122,10 @@ FAILURES = {
         "agent: it raised AgentError: max_tokens=0",
     ),
     "stop": ("await session.generate(stop='x')", "agent: it raised AgentError: stop='x'"),
+    "stops": (
+        "await session.generate(stop=list(map(str, range(40))))",
+        "agent: it raised AgentError: 40 stop strings, at most 32",
+    ),
     "no tool": ("await session.call('search')", "agent: it raised AgentError: call('search')"),
     "no json": (
         "await session.call('calculate', expression={1})",

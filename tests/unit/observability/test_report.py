@@ -1,5 +1,6 @@
 """report.html is self-contained, complete and safe for runs of any length."""
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -21,6 +22,7 @@ from pacs_megatron.observability.charts import (
 )
 from pacs_megatron.observability.metrics import MetricsWriter
 from pacs_megatron.observability.report import write_report
+from pacs_megatron.observability.rollout_log import rollout_path
 from pacs_megatron.runtime.run_folder import write_environment
 from tests.support.reports import HOSTILE, Page, step_row, write_samples
 
@@ -177,6 +179,24 @@ def test_what_the_verifier_read_is_shown(tmp_path: Path) -> None:
 
     write_samples(tmp_path, 1, "a", num=2, details={"answer": "other"})
     assert "Read as" not in report(tmp_path, [])[1].text
+
+
+def test_turns_are_folded_and_text_of_the_environment_is_marked(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, "a", num=2)
+    path = rollout_path(tmp_path, 1)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[0]["turns"] = [
+        {"role": "assistant", "text": "6 * 7", "calls": [{"tool": "sum", "failure": None}]},
+        {"role": "environment", "text": "<b>42", "calls": []},
+        {"role": "assistant", "text": "so 42", "calls": [{"tool": "sum", "failure": "slow"}]},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    html, page = report(tmp_path, [])
+    assert html.count('<details class="turn') == 3
+    assert html.count('<details class="turn environment">') == 1
+    for text in ("policy · sum: done", "environment, not trained", "<b>42", "policy · sum: slow"):
+        assert text in page.text
+    assert "<b>42" not in html
 
 
 def test_one_file_of_samples_is_shown_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pacs_megatron.config.reward_options import HttpReward
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.rewards import build_reward
-from pacs_megatron.rewards.judging import judge_all
+from pacs_megatron.rewards.judging import JudgeInput, judge_all
 from tests.support.rewards import CollectingPool
 
 
@@ -104,7 +104,7 @@ def test_the_pool_batches_and_keeps_order_and_provenance(make_prompt) -> None:
 )
 def test_a_bad_response_fails_its_samples_with_one_line(make_prompt, answer, reason) -> None:
     with Server(answer) as server:
-        answers = judge_all(build_reward(options(server)), [(make_prompt("1"), "1")] * 2)
+        answers = judge_all(build_reward(options(server)), [JudgeInput(make_prompt("1"), "1")] * 2)
         assert len(server.requests) == 1  # a bad answer is not repeated
     assert len(answers) == 2
     for found in answers:
@@ -116,15 +116,17 @@ def test_a_bad_response_fails_its_samples_with_one_line(make_prompt, answer, rea
 
 def test_errors_that_may_pass_are_retried(make_prompt) -> None:
     with Server((503, b" " * (5 << 20)), (429, b""), (200, good)) as server:
-        (found,) = judge_all(build_reward(options(server)), [(make_prompt("1"), "1")])
+        (found,) = judge_all(build_reward(options(server)), [JudgeInput(make_prompt("1"), "1")])
     assert found["reward"] == 1.0
     assert found["details"]["attempts"] == 3
     with Server((500, b"")) as server:
-        (found,) = judge_all(build_reward(options(server, attempts=2)), [(make_prompt("1"), "1")])
+        (found,) = judge_all(
+            build_reward(options(server, attempts=2)), [JudgeInput(make_prompt("1"), "1")]
+        )
     assert "2 attempts failed" in found["failure"]
     assert "status 500" in found["failure"]
     (found,) = judge_all(
-        build_reward(options(server, attempts=1)), [(make_prompt("1"), "1")]
+        build_reward(options(server, attempts=1)), [JudgeInput(make_prompt("1"), "1")]
     )  # closed
     assert "1 attempts failed" in found["failure"]
 
@@ -159,7 +161,7 @@ def test_the_key_comes_from_the_environment_and_stays_out_of_messages(
             build_reward(given)
         assert "s3cret" not in str(bad.value)
         monkeypatch.setenv("JUDGE_KEY", "s3cret")
-        (found,) = judge_all(build_reward(given), [(make_prompt("1"), "1")])
+        (found,) = judge_all(build_reward(given), [JudgeInput(make_prompt("1"), "1")])
     assert server.keys == ["Bearer s3cret"]
     assert "s3cret" not in found["failure"]
 
@@ -167,7 +169,7 @@ def test_the_key_comes_from_the_environment_and_stays_out_of_messages(
 def test_the_request_has_the_fields_of_the_sample(make_prompt) -> None:
     prompt = replace(make_prompt("1"), extra={"kind": "sum", "level": 3})
     with Server((200, good)) as server:
-        [found] = judge_all(build_reward(options(server)), [(prompt, "1")])
+        [found] = judge_all(build_reward(options(server)), [JudgeInput(prompt, "1")])
     assert found["reward"] == 1.0
     names = ("prompt_id", "problem", "prompt", "answer", "response")
     texts = ("train/7", "What is it?", "<user>q</user>", "1", "1")

@@ -18,6 +18,7 @@ import pytest
 from pacs_megatron.config.reward_options import ArithmeticReward, CustomReward, MathReward
 from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards import build_reward
+from pacs_megatron.rewards.judging import JudgeInput
 from pacs_megatron.rewards.worker import encode_inputs
 from tests.support.rewards import CollectingPool
 
@@ -336,7 +337,7 @@ def test_a_worker_whose_pool_has_closed_the_socket_ends_quietly(make_prompt):
     setup = {"options": options, "sys_path": sys.path, "memory_limit_bytes": 8 << 30}
     ours.sendall(json.dumps(setup).encode() + b"\n")
     assert b"ready" in ours.recv(4096)
-    ours.sendall(encode_inputs([(make_prompt("5"), "5")], with_token_ids=False))
+    ours.sendall(encode_inputs([JudgeInput(make_prompt("5"), "5")], with_token_ids=False))
     ours.close()
     assert "Traceback" not in worker.communicate(timeout=120)[1]
 

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.contracts import Prompt, ToolCall, Turn
+from pacs_megatron.rewards.judging import JudgeInput
 from pacs_megatron.rewards.worker import decode_inputs, encode_inputs
 
 PROMPT = Prompt(
@@ -20,8 +21,8 @@ PROMPT = Prompt(
 
 
 def test_a_function_receives_the_whole_prompt() -> None:
-    line = encode_inputs([(PROMPT, "it is \udc80 2")], with_token_ids=True)
-    [(prompt, response)] = decode_inputs(line.decode())
+    line = encode_inputs([JudgeInput(PROMPT, "it is \udc80 2")], with_token_ids=True)
+    [(prompt, response, _)] = decode_inputs(line.decode())
     assert response == "it is \udc80 2"
     np.testing.assert_array_equal(prompt.token_ids, PROMPT.token_ids)
     for name in ("id", "text", "answer", "problem", "solution", "source", "extra"):
@@ -29,8 +30,16 @@ def test_a_function_receives_the_whole_prompt() -> None:
 
 
 def test_other_rewards_receive_no_token_ids() -> None:
-    line = encode_inputs([(PROMPT, "2")], with_token_ids=False)
-    [[fields, _]] = json.loads(line)
+    line = encode_inputs([JudgeInput(PROMPT, "2")], with_token_ids=False)
+    [[fields, _, _]] = json.loads(line)
     assert fields["token_ids"] == ""
-    [(prompt, _)] = decode_inputs(line.decode())
+    [(prompt, _, _)] = decode_inputs(line.decode())
     assert len(prompt.token_ids) == 0 and prompt.text == PROMPT.text
+
+
+def test_turns_with_their_calls_arrive() -> None:
+    call = ToolCall(tool="sum", arguments="{}", failure="slow", seconds=2.5, turn=1, timed_out=True)
+    turns = (Turn(role="assistant", text="a", calls=(call,)), Turn(role="environment", text="<4>"))
+    line = encode_inputs([JudgeInput(PROMPT, "a", turns)], with_token_ids=False)
+    [found] = decode_inputs(line.decode())
+    assert found.turns == turns

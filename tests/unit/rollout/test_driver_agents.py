@@ -27,6 +27,7 @@ from tests.support.rollout import embedded_engine
 from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import with_agent, write_tiny_run
 
+ROOT = Path(__file__).parents[3]
 WAIT_S = 600.0
 SOME_END_EARLY = """
 async def solve(problem, session):
@@ -38,6 +39,25 @@ async def solve(problem, session):
         return
     session.append(await session.call("calculate", expression=f"{number} * 3"))
     await session.generate(max_tokens=4)
+"""
+
+CALLS_WRONGLY = """
+async def solve(problem, session):
+    number = int(problem.id.rpartition("/")[2])
+    await session.generate(max_tokens=3)
+    session.append(await session.call("calculate", expression=f"{number} * 1"))
+    await session.generate(max_tokens=4)
+    await session.call("calculate", expression="x")
+"""
+REWARD_OF_TURNS = """
+from pacs_megatron.contracts import Judgement
+
+def reward(sample):
+    seen = []
+    for turn in sample.turns:
+        calls = [[call.tool, call.arguments, call.failure] for call in turn.calls]
+        seen.append([turn.role, turn.text, calls])
+    return Judgement(1.0, {"seen": seen})
 """
 
 
@@ -139,7 +159,8 @@ def test_a_step_of_trajectories(trainer: Callable[..., Trainer]) -> None:
         roles = [turn["role"] for turn in record["turns"]]
         assert roles == ["assistant", "environment", "assistant"]
         assert record["response"] == f"{record['turns'][0]['text']}\n{record['turns'][2]['text']}"
-        assert [call["turn"] for call in record["calls"]] == [1]
+        calls = [turn["calls"] for turn in record["turns"]]
+        assert [len(made) for made in calls] == [1, 0, 0] and calls[0][0]["turn"] == 1
         [(start, end)] = record["environment"]
         writers = tokens.writers[tokens.offsets[position] : tokens.offsets[position + 1]]
         is_environment = writers[record["prompt_tokens"] :] == Writer.ENVIRONMENT
@@ -147,11 +168,48 @@ def test_a_step_of_trajectories(trainer: Callable[..., Trainer]) -> None:
         assert facts.environment_lens[position] == end - start
         assert facts.response_lens[position] == record["response_tokens"]
 
-    num_calls = sum(len(record.get("calls", [])) for record in records.values())
-    assert metrics["tool/calculate/calls"] == num_calls == 12
+    assert metrics["tool/calculate/calls"] == 12
     assert metrics["tool/calculate/failures"] == 0
     assert metrics["agent/tool_use_frac"] == 12 / 16
     assert metrics["agent/turns_max"] == 2
+
+
+def test_the_reward_sees_turns_calls_and_errors(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    """The reward writes what it sees as its details."""
+    one = trainer(agent=CALLS_WRONGLY)
+    (tmp_path / "one" / "reward.py").write_text(REWARD_OF_TURNS)
+    one.close()
+    one = trainer(agent=CALLS_WRONGLY)
+    one.driver.rollout(1, 1)
+    one.response()
+    one.driver._results.write_pending()
+    for record in read_rollouts(rollout_path(one.folder, 1)):
+        number = record["prompt_id"].rpartition("/")[2]
+        texts = [turn["text"] for turn in record["turns"]]
+        assert texts[1] == f"<{number}>="
+        failure = "unexpected 'x'"
+        assert record["reward_details"]["seen"] == [
+            ["assistant", texts[0], [["calculate", f'{{"expression": "{number} * 1"}}', None]]],
+            ["environment", texts[1], []],
+            ["assistant", texts[2], [["calculate", '{"expression": "x"}', failure]]],
+        ]
+
+
+def test_a_step_of_the_example_game(trainer: Callable[..., Trainer]) -> None:
+    game = ROOT / "examples" / "tools" / "game.py"
+    settings = f"reward={{name: custom, function: '{game}:reward', label_threshold: 0.5}}"
+    one = trainer(settings, agent=game.read_text())
+    one.driver.rollout(1, 1)
+    facts, _ = facts_and_tokens(one.response())
+    assert facts.num_samples == 16
+    assert facts.labels.tolist() == (facts.rewards >= 0.5).astype(float).tolist()
+    one.driver._results.write_pending()
+    for record in read_rollouts(rollout_path(one.folder, 1)):
+        turns = record.get("turns", [])
+        texts = [turn["text"] for turn in turns if turn["role"] == "environment"]
+        assert len(texts) <= 2 and set(texts) <= {"<higher>=", "<lower>="}
 
 
 def test_an_evaluation_of_trajectories(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
@@ -169,7 +227,7 @@ def test_an_evaluation_of_trajectories(trainer: Callable[..., Trainer], tmp_path
     assert header["kind"] == "evaluation" and len(counts) == 3
     assert one.rounds[0] == 6
     records = read_rollouts(rollout_path(one.folder, 0, "eval"))
-    assert any(record.get("calls") for record in records)
+    assert any("turns" in record for record in records)
 
 
 def test_finished_trajectories_keep_their_bits_through_a_stop(

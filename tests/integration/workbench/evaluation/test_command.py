@@ -428,7 +428,7 @@ def test_several_turns_with_a_tool(with_agent, tmp_path, capsys):
         assert message["text"].splitlines()[1].startswith(str(2 * number))
         assert sample["response"] == f"{first['text']}\n{last['text']}"
         assert sample["label"] == int(len(sample["response"]) > 3)
-        [call] = sample["calls"]
+        [call] = first["calls"]
         assert json.loads(call["arguments"]) == {"expression": f"{number} + {number}"}
 
     # The file has every sample, so the same command runs no agent; another agent is another file.

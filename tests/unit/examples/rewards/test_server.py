@@ -14,6 +14,7 @@ from pacs_megatron.config.schema import ModelOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.train import check_files_are_here
 from pacs_megatron.rewards import build_reward
+from pacs_megatron.rewards.judging import JudgeInput
 from tests.support.rewards import CollectingPool
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "rewards"
@@ -47,7 +48,7 @@ def test_the_server_of_the_example_judges(make_prompt) -> None:
 
 def test_the_weighted_example_judges(make_prompt) -> None:
     judge = build_reward(load_config(EXAMPLES / "weighted.yaml").config.reward)
-    (found,) = judge.judge_batch([(make_prompt("5"), r"\boxed{5}")])
+    (found,) = judge.judge_batch([JudgeInput(make_prompt("5"), r"\boxed{5}")])
     assert found["reward"] == 1.0
 
 
