@@ -42,6 +42,8 @@ def digest_of(config: RunConfig) -> str:
         config.rollout.sampling.temperature,
         config.mismatch.threshold,
     ]
+    if config.rollout.agents is not None:
+        covered["samples"].append("several turns")
     text = json.dumps(covered, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -18,7 +18,14 @@ from pacs_megatron.batching.tables import single_turn_writers
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.contracts import Interrupted, MiniBatch, SampleFacts, TokenBuffers, UpdateReport
+from pacs_megatron.contracts import (
+    Interrupted,
+    MiniBatch,
+    SampleFacts,
+    TokenBuffers,
+    UpdateReport,
+    Writer,
+)
 from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
 from pacs_megatron.objectives.distill import DistillOptions
 from pacs_megatron.objectives.ppo import PpoOptions
@@ -195,19 +202,28 @@ class _RecordedRollouts:
             rewards=self._data[f"{step}.rewards"],
             prompt_lens=self._data[f"{step}.prompt_lens"],
             response_lens=self._data[f"{step}.response_lens"],
-            environment_lens=np.zeros_like(self._data[f"{step}.response_lens"]),
+            environment_lens=self._data[f"{step}.environment_lens"],
             truncated=self._data[f"{step}.truncated"],
         )
         tokens = TokenBuffers(
             index=np.arange(facts.num_samples),
             token_ids=self._data[f"{step}.tokens"],
             offsets=np.cumsum([0, *facts.lens]),
-            writers=single_turn_writers(facts.prompt_lens, facts.response_lens),
+            writers=self._writers(step, facts),
             sampler_logprobs=self._data[f"{step}.sampler"],
             response_offsets=np.cumsum([0, *facts.response_lens]),
             routes=self._data.get(f"{step}.routes"),
         )
         return StepSamples(facts=facts, tokens=tokens if self._is_first else None, metrics={})
+
+    def _writers(self, step: int, facts: SampleFacts) -> np.ndarray:
+        """uint8 [tokens]"""
+        whole_lens = facts.response_lens + facts.environment_lens
+        writers = single_turn_writers(facts.prompt_lens, whole_lens)
+        is_response = writers == Writer.POLICY
+        is_policy = self._data[f"{step}.is_policy"]
+        writers[is_response] = np.where(is_policy, Writer.POLICY, Writer.ENVIRONMENT)
+        return writers
 
     def state(self, trained: int, *, final: bool, at_boundary: bool) -> DriverState:
         return DriverState(order={}, buffer=None)

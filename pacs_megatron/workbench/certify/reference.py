@@ -164,7 +164,7 @@ class Reference:
         entropies = []
         for row in step.rows:
             routes = self._no_routes() if is_frozen else self._sampler_routes(step, row)
-            logprob, entropy = self.model.sample(step.token_ids[row], step.prompt_lens[row], routes)
+            logprob, entropy = self._sample(step, row, routes)
             logprobs.append(logprob)
             entropies.append(entropy)
             self.routes[row] = self.model.chosen_routes()
@@ -188,10 +188,15 @@ class Reference:
             routes = self._sampler_routes(step, row)
             if step.routes is None and replays:
                 routes = self.routes[row]
-            logprob, entropy = self.model.sample(step.token_ids[row], step.prompt_lens[row], routes)
+            logprob, entropy = self._sample(step, row, routes)
             logprobs.append(logprob)
             entropies.append(entropy)
         return logprobs, entropies
+
+    def _sample(self, step: Step, row: int, routes: Routes) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the tokens that the policy wrote."""
+        logprob, entropy = self.model.sample(step.token_ids[row], step.prompt_lens[row], routes)
+        return logprob[step.is_policy[row]], entropy[step.is_policy[row]]
 
     def _no_routes(self) -> Routes:
         """The router of every layer selects experts."""
@@ -301,7 +306,11 @@ class Reference:
         batch.advantages = [self.advantages[row] for row in batch.rows]
 
     def _values(self, critic: Model, step: Step, rows: Iterable[int]) -> PerSample:
-        return [critic.values(step.token_ids[row], step.prompt_lens[row]) for row in rows]
+        values = []
+        for row in rows:
+            of_response = critic.values(step.token_ids[row], step.prompt_lens[row])
+            values.append(of_response[step.is_policy[row]])
+        return values
 
     def _update(
         self,

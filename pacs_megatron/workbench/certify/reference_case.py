@@ -31,10 +31,16 @@ class Step:
     token_ids: list[np.ndarray]
     """int32 [prompt + response] of each sample"""
     prompt_lens: list[int]
+    is_policy: list[Tensor]
+    """bool [response, with tokens of the environment] of each sample: whether the policy wrote it;
+    other tokens are context
+    """
     noise: list[np.ndarray]
-    """float64 [response] of each sample: log-probs of the sampler minus those of the policy"""
+    """float64 [response tokens of the policy] of each sample: log-probs of the sampler minus those
+    of the policy
+    """
     sampler_logprobs: list[Tensor]
-    """float64 [response] of each sample; empty before `Reference.prepare`"""
+    """float64 [response tokens of the policy] of each sample; empty before `Reference.prepare`"""
     routes: list[Tensor] | None
     """int64 [prompt + response - 1, layers, top k] of each sample, the sampler's experts; None: not
     recorded"""
@@ -65,7 +71,8 @@ def _step(number: int, ids: list[str], arrays: dict[str, np.ndarray]) -> Step:
 
     prompt_lens = array("prompt_lens")
     response_lens = array("response_lens")
-    lens = prompt_lens + response_lens
+    whole_lens = response_lens + array("environment_lens")
+    lens = prompt_lens + whole_lens
 
     sampler_logprobs: list[Tensor] = []
     if f"{number}.sampler" in arrays:
@@ -85,6 +92,7 @@ def _step(number: int, ids: list[str], arrays: dict[str, np.ndarray]) -> Step:
         truncated=array("truncated"),
         token_ids=_split(array("tokens"), lens),
         prompt_lens=prompt_lens.tolist(),
+        is_policy=[torch.from_numpy(part) for part in _split(array("is_policy"), whole_lens)],
         noise=_split(array("noise"), response_lens),
         sampler_logprobs=sampler_logprobs,
         routes=routes,

@@ -15,7 +15,7 @@ def write_samples(case: Case, folder: Path, seed: int) -> None:
     ranks.
 
     Responses and groups have uneven lengths, the last group of a step has one class, and some
-    samples are truncated.
+    samples are truncated. Of a run with an agent, responses have random spans of the environment.
     """
     rng = np.random.default_rng(seed)
     arrays: dict[str, Any] = {}
@@ -47,9 +47,14 @@ def _step_arrays(case: Case, step: int, rng: np.random.Generator) -> dict[str, A
     labels[is_in_last_group] = float(step % 2)
 
     prompt_lens = rng.integers(1, shrink.PROMPT + 1, len(sizes))[groups]
-    response_lens = rng.integers(1, shrink.RESPONSE + 1, num_samples)
-    response_lens[-1] = shrink.RESPONSE
-    lens = prompt_lens + response_lens
+    whole_lens = rng.integers(1, shrink.RESPONSE + 1, num_samples)
+    whole_lens[-1] = shrink.RESPONSE
+    lens = prompt_lens + whole_lens
+    is_policy = np.ones(int(whole_lens.sum()), dtype=bool)
+    if case.config.rollout.agents is not None:
+        is_policy = _random_turns(whole_lens, rng)
+    starts = np.cumsum([0, *whole_lens[:-1]])
+    response_lens = np.add.reduceat(is_policy, starts, dtype=np.int64)
     num_response_tokens = int(response_lens.sum())
 
     # Equal rewards in the last group; where lengths change them, rounding must not decide which
@@ -71,6 +76,8 @@ def _step_arrays(case: Case, step: int, rng: np.random.Generator) -> dict[str, A
         "rewards": np.abs(labels + np.where(is_equal, 0.0, reward_noise)),
         "prompt_lens": prompt_lens,
         "response_lens": response_lens,
+        "environment_lens": whole_lens - response_lens,
+        "is_policy": is_policy,
         "truncated": truncated,
         "tokens": tokens,
         "noise": token_noise + np.repeat(sample_noise, response_lens),
@@ -78,6 +85,20 @@ def _step_arrays(case: Case, step: int, rng: np.random.Generator) -> dict[str, A
     if case.config.policy.routing == "replay_sampler":
         arrays["routes"] = _random_experts(case, int((lens - 1).sum()), rng)
     return arrays
+
+
+def _random_turns(whole_lens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """bool [sum of whole_lens], whether the policy wrote each token of the responses; up to two
+    random spans of the environment in each. The last token is the policy's.
+    """
+    responses = []
+    for length in whole_lens.tolist():
+        is_policy = np.ones(length, dtype=bool)
+        edges = np.sort(rng.integers(0, length, 4))
+        is_policy[edges[0] : edges[1]] = False
+        is_policy[edges[2] : edges[3]] = False
+        responses.append(is_policy)
+    return np.concatenate(responses)
 
 
 def _group_sizes(case: Case, step: int) -> list[int]:

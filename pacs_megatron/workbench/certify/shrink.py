@@ -343,6 +343,8 @@ def _changed_config(config: RunConfig, changed: Mapping[str, Any]) -> RunConfig:
             "sampling": sections["rollout"]["sampling"],
             "max_staleness": config.rollout.steps_ahead,
         }
+        if config.rollout.agents is not None:
+            tree["rollout"]["agent"] = sections["rollout"]["agent"]
     return RunConfig.model_validate(tree)
 
 

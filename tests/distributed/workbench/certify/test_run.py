@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pacs_megatron.runtime.shipped import run_file
+from pacs_megatron.workbench.certify import ranks
 from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.run import certify
 from tests.support.needs import HAS_DELTA_NETS
@@ -70,6 +72,51 @@ def test_a_correct_configuration_is_green(tmp_path: Path) -> None:
     compared = {quantity["name"]: quantity["compared"] for quantity in quantities}
     assert len(compared) >= 15
     assert min(compared.values()) > 0
+
+
+AGENT = {"agent": {"function": "my_agent.py:solve"}}
+"""Responses have random spans of the environment; the function is not loaded."""
+
+
+@pytest.mark.parametrize(
+    ("objective", "parallel"),
+    [
+        ({"name": "pacs", "reference": "frozen"}, {"tp": 2}),
+        pytest.param({"name": "pacs"}, {"cp": 2}, marks=pytest.mark.full),
+        pytest.param({"name": "gspo"}, {"pp": 2}, marks=pytest.mark.full),
+        pytest.param({"name": "dapo"}, {"cp": 2}, marks=pytest.mark.full),
+        pytest.param({"name": "ppo"}, {"tp": 2}, marks=pytest.mark.full),
+    ],
+    ids=lambda values: "-".join(map(str, values.values())),
+)
+def test_random_spans_of_the_environment(
+    tmp_path: Path, objective: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    changes = {"objective": objective, "parallel": parallel, "rollout": AGENT}
+    certificate = run(tmp_path, changes)
+    assert certificate.is_green, certificate.line()
+
+
+@pytest.mark.full
+def test_a_span_one_token_late_turns_it_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = ranks._RecordedRollouts._writers
+
+    def late(rollouts: Any, step: int, facts: Any) -> np.ndarray:
+        found = writers(rollouts, step, facts)
+        ends = np.cumsum(facts.lens)
+        starts = ends - facts.lens
+        for start, end, prompt_len in zip(starts, ends, facts.prompt_lens, strict=True):
+            # Between the prompt and the last token, which is the policy's.
+            first = start + prompt_len
+            found[first : end - 1] = np.roll(found[first : end - 1], 1)
+        return found
+
+    monkeypatch.setattr(ranks._RecordedRollouts, "_writers", late)
+    certificate = run(tmp_path, {"rollout": AGENT})
+    assert not certificate.is_green
+    assert is_number(certificate.content["first_deviation"])
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_the_digest_covers_what_is_computed(tmp_path: Path) -> None:
         "objective.beta=2.0",
         "optimizer.weight_decay=0.1",
         "precision.dtype=bf16",
+        "rollout.agent={function: 'a.py:solve'}",
     ):
         assert digest_of(load_config(path, [other]).config) != base, other
 
@@ -275,6 +276,20 @@ def test_samples_have_uneven_groups_and_groups_of_one_class(tmp_path: Path, name
     if loaded.config.rollout.is_sampled:
         assert len(sizes) > 1
         assert not all(is_one_class)
+
+
+def test_samples_of_an_agent_have_random_spans(tmp_path: Path) -> None:
+    agent = "rollout.agent={function: 'a.py:solve'}"
+    case = make_case(load_config(write_run(tmp_path, {}), [agent]), None)
+    (tmp_path / "run.d").mkdir()
+    write_samples(case, tmp_path / "run.d", 0)
+    steps = np.load(tmp_path / "run.d" / "steps.npz")
+    lens = steps["1.response_lens"] + steps["1.environment_lens"]
+    ends = np.cumsum(lens)
+    is_policy = steps["1.is_policy"]
+    assert is_policy[ends - 1].all() and len(is_policy) == ends[-1]
+    assert len(steps["1.noise"]) == is_policy.sum() == steps["1.response_lens"].sum()
+    assert 0.2 < is_policy.mean() < 0.9
 
 
 def test_a_layout_that_does_not_fit_its_model_is_rejected(tmp_path: Path) -> None:
