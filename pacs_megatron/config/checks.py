@@ -36,6 +36,14 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
     return list(_rank_problems(config, world_size))
 
 
+def _agent_problems(config: RunConfig) -> Iterator[str]:
+    if config.rollout.agents is not None and config.policy.routing != "own":
+        yield (
+            f"policy.routing={config.policy.routing} needs rollout.agent null: the sampler's "
+            "experts of several turns are not recorded"
+        )
+
+
 def max_sequence_tokens(config: RunConfig) -> int:
     """Maximum length of prompt and response in training, in tokens."""
     return config.data.max_prompt_tokens + max_response_tokens(config)
@@ -606,6 +614,7 @@ def _evaluation_problems(config: RunConfig) -> Iterator[str]:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _run_problems,
+    _agent_problems,
     _engine_problems,
     _requirement_problems,
     _ipc_problems,

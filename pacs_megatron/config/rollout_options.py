@@ -41,6 +41,11 @@ class RolloutEngineOptions(Options):
         return self if isinstance(self, SglangRollout) else None
 
     @property
+    def agents(self) -> AgentOptions | None:
+        """Options of agents; None: a response is one turn."""
+        return self.agent if isinstance(self, EmbeddedRollout | SglangRollout) else None
+
+    @property
     def managed_servers(self) -> SglangServers | None:
         """The servers that the run starts; None for external servers and for engines without
         servers.
@@ -255,6 +260,9 @@ class SglangRollout(RolloutEngineOptions):
 
     sampling: SamplingOptions
     """Sampling of training responses."""
+
+    agent: AgentOptions | None = None
+    """Several turns with tools; null: a response is one turn."""
 
     sync: SglangSync
     """Transfer of updated weights to the servers."""

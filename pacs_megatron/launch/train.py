@@ -213,9 +213,9 @@ def check_files_are_here(loaded: LoadedConfig) -> None:
     for reward in _rewards(loaded):
         if isinstance(reward, CustomReward):
             find_file(reward.function, "reward.function")
-    embedded = config.rollout.embedded
-    if embedded is not None and embedded.agent is not None:
-        agent_digests(embedded.agent)  # raises for a file that cannot be read
+    agents = config.rollout.agents
+    if agents is not None:
+        agent_digests(agents)  # raises for a file that cannot be read
     if config.logging.wandb is not None:
         check_wandb(config.logging.wandb)
 

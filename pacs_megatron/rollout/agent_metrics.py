@@ -26,6 +26,7 @@ def agent_metrics(samples: Sequence[Sample], tools: Iterable[str]) -> dict[str, 
         "agent/calls_mean": float(num_calls.mean()),
         "agent/tool_use_frac": float(np.mean(num_calls > 0)),
     }
+    metrics |= _cache_metrics(samples)
     calls_of: dict[str, list[ToolCall]] = {tool: [] for tool in tools}
     for sample in samples:
         for call in sample.calls:
@@ -33,6 +34,17 @@ def agent_metrics(samples: Sequence[Sample], tools: Iterable[str]) -> dict[str, 
     for tool, calls in calls_of.items():
         metrics |= _tool_metrics(tool, calls)
     return metrics
+
+
+def _cache_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Share of the tokens of later turns' requests that the servers' caches had."""
+    num_cached = 0
+    num_read = 0
+    for sample in samples:
+        if sample.cached_tokens:
+            num_cached += sum(sample.cached_tokens[1:])
+            num_read += sum(sample.read_tokens[1:])
+    return {"agent/cached_frac": num_cached / num_read} if num_read else {}
 
 
 def _tool_metrics(tool: str, calls: Sequence[ToolCall]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from pacs_megatron.contracts import Group, Prompt, Sample, SampleRequest
 from pacs_megatron.errors import PacsError, RewardError
 from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.sample_arrays import Message
+from pacs_megatron.rollout.server_agents import ServerAgents
 from pacs_megatron.rollout.step_rollouts import (
     SentWeights,
     StepRollouts,
@@ -42,7 +43,7 @@ class RolloutBuffer:
     def __init__(
         self,
         judge: Judge | None,
-        engine: SglangEngine | None,
+        engine: SglangEngine | ServerAgents | None,
         make_rollouts: Callable[[int], StepRollouts],
         wake: Callable[[], None],
         admits: Callable[[Group], bool] = lambda _group: True,
@@ -51,7 +52,7 @@ class RolloutBuffer:
 
         Args:
             judge: judges samples; None for demonstrations.
-            engine: SGLang's client; None if the ranks sample.
+            engine: SGLang's client, with agents around it; None if the ranks sample.
             make_rollouts: takes a step's prompts from the data; called in the order of the steps.
             wake: notifies the main thread; called from any thread.
             admits: whether a complete group will be trained; called from any thread. A step with

@@ -29,7 +29,7 @@ import numpy as np
 
 from pacs_megatron.config import load_config
 from pacs_megatron.config.schema import RunConfig
-from pacs_megatron.contracts import Prompt
+from pacs_megatron.contracts import Prompt, SampleRequest
 from pacs_megatron.data import load_tokenizer, stop_token_ids
 from pacs_megatron.errors import CheckpointError, ExitCode, PacsError, RolloutError
 from pacs_megatron.observability.logs import setup_logging
@@ -41,6 +41,7 @@ from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.resampling import accuracy_of, num_extra_samples
 from pacs_megatron.rollout.run_prompts import RunPrompts
 from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
+from pacs_megatron.rollout.server_agents import ServerAgents
 from pacs_megatron.rollout.step_agents import StepAgents
 from pacs_megatron.rollout.step_results import StepResults
 from pacs_megatron.rollout.step_rollouts import StepRollouts
@@ -95,13 +96,15 @@ class Driver:
             self._judge = Judge(config.reward, self._decode, truncated=config.admission.truncated)
         self._engine = self._open_engine(run_dir, model_dir)
         self._results = StepResults(config, run_dir, self._prompts, self._judge, self._decode)
+        self._server_agents = self._open_server_agents()
+        sampler = self._server_agents or self._engine
         self._buffer = RolloutBuffer(
-            self._judge, self._engine, self._data.take, self._wake, self._results.admits
+            self._judge, sampler, self._data.take, self._wake, self._results.admits
         )
         self._agents = self._open_agents()
 
     def close(self) -> None:
-        for part in (self._agents, self._engine, self._judge):
+        for part in (self._agents, self._server_agents, self._engine, self._judge):
             if part is not None:
                 part.close()
 
@@ -284,14 +287,29 @@ class Driver:
 
     def _open_agents(self) -> StepAgents | None:
         """The agents of the embedded engine; None if a response is one turn."""
-        embedded = self._config.rollout.embedded
-        if embedded is None or embedded.agent is None:
+        options = self._config.rollout.agents
+        if options is None or self._engine is not None:
             return None
-        encoder = build_encoder(
-            embedded.agent, self._config.data, self._tokenizer, self._prompts.now
-        )
-        rounds = AgentRounds(embedded.agent, encoder, self._stops, self._decode, self._wake)
+        encoder = build_encoder(options, self._config.data, self._tokenizer, self._prompts.now)
+        rounds = AgentRounds(options, encoder, self._stops, self._decode, self._wake)
         return StepAgents(rounds, self._buffer.arrived)
+
+    def _open_server_agents(self) -> ServerAgents | None:
+        """The agents of SGLang; None if a response is one turn."""
+        options = self._config.rollout.agents
+        if options is None or self._engine is None:
+            return None
+        encoder = build_encoder(options, self._config.data, self._tokenizer, self._prompts.now)
+        of_benchmarks: dict[str, Prompt] = {}
+        for benchmark in self._benchmarks:
+            of_benchmarks |= {prompt.id: prompt for prompt in benchmark.prompts}
+        by_id = self._data.by_id
+
+        def prompt_of(request: SampleRequest) -> Prompt:
+            prompts = by_id if request.is_for_training else of_benchmarks
+            return prompts[request.prompt_id]
+
+        return ServerAgents(self._engine, options, encoder, self._stops, self._decode, prompt_of)
 
     def _dispatch(self, step: int) -> list[StepRollouts]:
         """Dispatches `step` and the later steps that may be sampled with the same weights; returns
@@ -387,7 +405,8 @@ class Driver:
         if self._agents is not None:
             self._agents.abandon()
         if self._engine is not None and request is not None and not request.rollouts.is_train:
-            self._engine.cancel([missing.id for missing in request.rollouts.missing])
+            sampler = self._server_agents or self._engine
+            sampler.cancel([missing.id for missing in request.rollouts.missing])
 
     def _do_later_work(self) -> None:
         """Does the work that follows a response: requests samples of later steps and writes the

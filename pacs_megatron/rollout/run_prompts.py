@@ -76,9 +76,9 @@ class RunPrompts:
             _REWARD: reward_digest(config),
             _BENCHMARKS: {each.name: digest_of(each.prompts) for each in self.benchmarks},
         }
-        embedded = config.rollout.embedded
-        if embedded is not None and embedded.agent is not None:
-            self._digests[_AGENT] = _agent_digest(embedded.agent)
+        agents = config.rollout.agents
+        if agents is not None:
+            self._digests[_AGENT] = _agent_digest(agents)
 
     def position(self) -> dict[str, Any]:
         """The position in the data and the digests, for a checkpoint."""

@@ -103,9 +103,9 @@ class StepResults:
         facts, tokens = tabulate(groups, routing=config.policy.routing)
         arrays = facts_to_arrays(facts) | tokens_to_arrays(tokens)
         metrics = rollout_metrics(judged, admitted.counts) | {"data/epoch": float(rollouts.epoch)}
-        embedded = config.rollout.embedded
-        if embedded is not None and embedded.agent is not None:
-            metrics |= agent_metrics(judged, embedded.agent.tools)
+        agents = config.rollout.agents
+        if agents is not None:
+            metrics |= agent_metrics(judged, agents.tools)
         if self._data.repeats_problems:
             metrics["data/repeated_problems"] = float(num_repeated(rollouts.prompts))
         if config.admission.refill_rounds:

@@ -16,7 +16,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -71,12 +71,19 @@ _Stream = queue.SimpleQueue["Sample | BaseException | None"]
 """Results of one `stream` call; None for a cancelled request."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """The stream of one turn of a trajectory: calls a function with its result, on the loop."""
+
+    put: Callable[[Sample | BaseException | None], None]
+
+
 @dataclass(slots=True, eq=False)
 class _RequestState:
     """A request from `stream` to its one result, over all attempts."""
 
     request: SampleRequest
-    stream: _Stream
+    stream: _Stream | _Turn
     tries: int = 0
     """number of failed attempts that count towards `retries`"""
     sent: int = 0
@@ -123,6 +130,8 @@ class SglangEngine(Closing):
         """id -> request without a result, pending or in flight"""
         self._home: dict[str, Server] = {}
         """prompt id -> server of the group's latest dispatch"""
+        self._turns_at: dict[str, Server] = {}
+        """id of a trajectory -> server of its latest turn"""
         self._background: set[asyncio.Task[None]] = set()
         self._tag = uuid.uuid4().hex[:8]
         self._closed = False
@@ -174,6 +183,43 @@ class SglangEngine(Closing):
     def cancel(self, ids: Sequence[str]) -> None:
         """Cancels these requests; samples already yielded stay. Ignores unknown ids."""
         self._run(self._cancel(tuple(ids)))
+
+    def submit_turn(
+        self, request: SampleRequest, done: Callable[[Sample | BaseException | None], None]
+    ) -> None:
+        """Requests a turn of a trajectory and returns. The trajectory's turns, which have one id,
+        go to one server until `end_turns`, unless that server is not usable.
+
+        Args:
+            request: not while another one with its id is in progress.
+            done: called once on the loop, with the sample, an error, or None after `cancel`; it
+                must not block.
+
+        Raises:
+            RolloutError: the request is invalid, or the engine was closed.
+        """
+        check_request(request, self._vocab_size)
+        if not self._thread.is_alive():
+            raise RolloutError("the rollout engine was closed")
+        work = self._submit(_Turn(done), (request,), urgent=True)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+        def report(submitted: Future[None]) -> None:
+            error = None if submitted.cancelled() else submitted.exception()
+            if error is not None:
+                done(error)
+
+        future.add_done_callback(report)
+
+    def end_turns(self, ids: Sequence[str]) -> None:
+        """These trajectories are finished."""
+
+        def end() -> None:
+            for one in ids:
+                self._turns_at.pop(one, None)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(end)
 
     def begin_update(self, *, is_release: bool = False) -> None:
         """Stops the dispatch of requests until `set_current`.
@@ -286,7 +332,7 @@ class SglangEngine(Closing):
                 )
 
     async def _submit(
-        self, stream: _Stream, requests: tuple[SampleRequest, ...], urgent: bool
+        self, stream: _Stream | _Turn, requests: tuple[SampleRequest, ...], urgent: bool
     ) -> None:
         for request in requests:
             if request.id in self._states:
@@ -309,9 +355,10 @@ class SglangEngine(Closing):
             state = self._pending.popleft()
             if self._states.get(state.request.id) is not state:
                 continue  # cancelled while pending
-            server = self._fleet.pick(self._home.get(state.request.prompt_id), state.avoid)
+            server = self._server_for(state)
             if server is None:
-                # Only the server where it failed has capacity; other requests may use it.
+                # Only the server where it failed has capacity, or another one than that of its
+                # earlier turns; other requests may use it.
                 waiting.append(state)
                 continue
             self._send(state, server)
@@ -319,12 +366,22 @@ class SglangEngine(Closing):
         if not self._pending:
             self._home.clear()
 
+    def _server_for(self, state: _RequestState) -> Server | None:
+        """The server of the next attempt; None: the request waits for capacity."""
+        earlier = self._turns_at.get(state.request.id)
+        is_healthy = earlier is not None and earlier.health is Health.HEALTHY
+        if earlier is not None and is_healthy and earlier.url not in state.avoid:
+            return self._fleet.pick_only(earlier)
+        return self._fleet.pick(self._home.get(state.request.prompt_id), state.avoid)
+
     def _send(self, state: _RequestState, server: Server) -> None:
         """Starts the next attempt of a request."""
         assert self._fleet.current is not None, "`Fleet.pick` returns no server without weights"
         # Samples of a group share a server, so the prompt is computed once. If the server dies, all
         # move to another.
         self._home[state.request.prompt_id] = server
+        if isinstance(state.stream, _Turn):
+            self._turns_at[state.request.id] = server
         server.in_flight += 1
         state.server = server
         state.epoch = self._fleet.epoch
@@ -473,6 +530,7 @@ class SglangEngine(Closing):
             spans=spans,
             stop=response.stop,
             routes=response.routes,
+            cached_tokens=(response.cached_tokens,),
         )
 
     def _span(self, state: _RequestState, version: str, start: int, end: int) -> Span:
@@ -488,6 +546,7 @@ class SglangEngine(Closing):
     def _drop(self, state: _RequestState) -> None:
         """Ends a request without a result and aborts it on the server."""
         self._states.pop(state.request.id, None)
+        self._turns_at.pop(state.request.id, None)
         if state.task is not None:
             state.task.cancel()
             if state.server is not None:
@@ -500,7 +559,7 @@ class SglangEngine(Closing):
             self._drop(state)
             state.stream.put(None)
 
-    def _fail_stream(self, stream: _Stream, error: BaseException) -> None:
+    def _fail_stream(self, stream: _Stream | _Turn, error: BaseException) -> None:
         """Ends all requests of a stream, which gets the error."""
         states = [state for state in self._states.values() if state.stream is stream]
         for state in states:

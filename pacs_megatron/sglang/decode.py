@@ -58,6 +58,8 @@ class Response:
     """(weight_version, start, end), contiguous"""
     routes: np.ndarray | None = None
     """int16 [prompt + response - 1, layers, top k]"""
+    cached_tokens: int = 0
+    """tokens of the prompt that the server's cache had"""
 
 
 class _Parsed(NamedTuple):
@@ -74,6 +76,7 @@ class _Parsed(NamedTuple):
     """the finish reason itself, for messages"""
     experts: Any
     """base64 text, or None"""
+    cached_tokens: int
 
 
 def request_body(
@@ -131,7 +134,8 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
     if routes is not None and stop is not Stop.ABORTED:
         experts = _routes(parsed.experts, routes, len(parsed.ids))
     token_ids = np.array(parsed.ids, dtype=np.int32)
-    return Response(token_ids, parsed.logprobs, stop, tuple(parsed.spans), experts)
+    spans = tuple(parsed.spans)
+    return Response(token_ids, parsed.logprobs, stop, spans, experts, parsed.cached_tokens)
 
 
 def _parse(body: bytes, rid: str) -> _Parsed:
@@ -148,6 +152,7 @@ def _parse(body: bytes, rid: str) -> _Parsed:
         kind = str(finish["type"])
         if meta["id"] != rid:
             raise BadResponseError(f"response to request {meta['id']!r}, expected {rid!r}")
+        cached_tokens = int(meta.get("cached_tokens", 0))
 
         logprobs = np.array([entry[0] for entry in entries], dtype=np.float32)
         entry_ids = [entry[1] for entry in entries]
@@ -164,7 +169,7 @@ def _parse(body: bytes, rid: str) -> _Parsed:
         )
         raise BadResponseError(reason) from error
     experts = meta.get("routed_experts")
-    return _Parsed(ids, entry_ids, logprobs, spans, kind, finish, experts)
+    return _Parsed(ids, entry_ids, logprobs, spans, kind, finish, experts, cached_tokens)
 
 
 def _stop(parsed: _Parsed, max_tokens: int) -> Stop:

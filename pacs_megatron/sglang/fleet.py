@@ -199,6 +199,12 @@ class Fleet:
             return prefer
         return min(usable, key=lambda server: server.in_flight, default=None)
 
+    def pick_only(self, server: Server) -> Server | None:
+        """This HEALTHY server, or None until it has capacity."""
+        if self.current is None or self._settling or server.health is not Health.HEALTHY:
+            return None
+        return server if server.in_flight < self._options.max_in_flight else None
+
     def failed(self, server: Server, reason: str) -> None:
         """Records a failed request that may be the server's fault."""
         if server.health is not Health.HEALTHY:

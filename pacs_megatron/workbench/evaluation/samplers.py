@@ -18,8 +18,9 @@ import xxhash
 from pacs_megatron.agents.files import agent_digests
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.safetensors_file import tensor_bytes
+from pacs_megatron.config.agent_options import AgentOptions
 from pacs_megatron.config.rollout_options import EmbeddedRollout, SglangRollout
-from pacs_megatron.config.schema import ModelOptions, RunConfig
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, WeightReceiver
 from pacs_megatron.convert.certificate import CERTIFICATE_NAME
 from pacs_megatron.data import stop_token_ids
@@ -27,6 +28,7 @@ from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
 from pacs_megatron.errors import CheckpointError, SyncError
 from pacs_megatron.models import load_spec
 from pacs_megatron.rollout.agent_rounds import AgentRounds, build_encoder
+from pacs_megatron.rollout.server_agents import ServerAgents
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.sglang.build import open_engine, server_apis
@@ -99,10 +101,7 @@ class EmbeddedSampler(Closing):
             "dtype": self._options.dtype,
             "batch_sequences": self._options.batch_sequences,
         }
-        if self._options.agent is not None:
-            settings["agent"] = self._options.agent.model_dump(mode="json")
-            settings["agent files"] = agent_digests(self._options.agent)
-        return settings
+        return settings | _agent_settings(self._options.agent)
 
     @report_wait("for the model to load")
     def load(self, folder: HfFolder, tokenizer: Any) -> None:
@@ -146,17 +145,19 @@ class ServerSampler(Closing):
 
     chunk = 1
 
-    def __init__(self, options: SglangRollout, model: ModelOptions, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path) -> None:
         """Starts no server yet.
 
         Args:
-            options: of the servers.
-            model: of the run; `load` replaces its path.
+            config: of the run, with servers; `load` replaces the model's path.
             folder: of the servers' logs, and of the weights unless `sync.folder` is set.
         """
+        options = config.rollout.sglang
+        assert options is not None
         sync = options.sync.model_copy(update={"transport": "disk", "verify": "full"})
         self._options = options.model_copy(update={"sync": sync, "servers": _all_gpus(options)})
-        self._model_options = model
+        self._model_options = config.model
+        self._data = config.data
         self._folder = folder
         self._version = -1
         self._identity: Any = None
@@ -164,6 +165,9 @@ class ServerSampler(Closing):
         self._model: HfFolder
         self._sync: ServerSync
         self._engine: SglangEngine | None = None
+        self._agents: ServerAgents | None = None
+        self._prompts: Mapping[str, Prompt] = {}
+        """of the requests of `stream`"""
         self._lock = threading.Lock()
         """One weight update at a time"""
         self._ended = threading.Event()
@@ -177,6 +181,7 @@ class ServerSampler(Closing):
             "engine": "sglang",
             "dtype": self._options.dtype,
             "quantize": self._options.sync.quantize,
+            **_agent_settings(self._options.agent),
         }
 
     def load(self, folder: HfFolder, tokenizer: Any) -> None:
@@ -205,12 +210,42 @@ class ServerSampler(Closing):
             # If all are dead, the update to all of them reports why.
             digest = self._push(urls or [server.url for server in status])
             self._engine.set_current(self._version, digest)
+            self._start_agents(tokenizer, stops)
 
     def stream(
         self, requests: Sequence[SampleRequest], prompts: Mapping[str, Prompt]
     ) -> Iterable[Sample]:
         assert self._engine is not None
-        return self._engine.stream(requests)
+        if self._agents is None:
+            return self._engine.stream(requests)
+        self._prompts = prompts
+        return self._agents.stream(requests)
+
+    def _start_agents(self, tokenizer: Any, stops: Sequence[int]) -> None:
+        """Starts the agents of the configuration, for a model's tokenizer."""
+        options = self._options.agent
+        if options is None:
+            return
+        assert self._engine is not None
+        self._end_agents()
+
+        def decode(ids: np.ndarray) -> str:
+            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+        encoder = build_encoder(options, self._data, tokenizer, datetime.now())
+        self._agents = ServerAgents(
+            self._engine,
+            options,
+            encoder,
+            stops,
+            decode,
+            lambda request: self._prompts[request.prompt_id],
+        )
+
+    def _end_agents(self) -> None:
+        if self._agents is not None:
+            self._agents.close()
+            self._agents = None
 
     def _push(self, urls: Sequence[str]) -> str:
         """Sends the weights to these servers and returns their digest."""
@@ -240,6 +275,7 @@ class ServerSampler(Closing):
         return urls
 
     def _end_servers(self) -> None:
+        self._end_agents()
         if self._engine is not None:
             self._engine.close()
             self._sync.close()
@@ -249,6 +285,13 @@ class ServerSampler(Closing):
         self._ended.set()
         self._thread.join()
         self._end_servers()
+
+
+def _agent_settings(options: AgentOptions | None) -> dict[str, Any]:
+    """The settings of an agent that change a response."""
+    if options is None:
+        return {}
+    return {"agent": options.model_dump(mode="json"), "agent files": agent_digests(options)}
 
 
 def _all_gpus(options: SglangRollout) -> Any:

@@ -43,6 +43,7 @@ from pacs_megatron.workbench.evaluation.preview import Unverified, check_gold
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.known_models import find_spec
 from pacs_megatron.workbench.plan.plan import Plan, make_plan
+from pacs_megatron.workbench.preflight.agents import check_agents
 from pacs_megatron.workbench.preflight.check import Check, Level, attempt, judged
 from pacs_megatron.workbench.preflight.host import (
     check_cluster,
@@ -209,6 +210,9 @@ def _model_and_data(loaded: LoadedConfig) -> list[Check]:
         checks.append(attempt(key, partial(_read_model, path)))
     checks += _data(loaded)
     checks += _reward(loaded)
+    # A tokenizer that cannot be read has its own line.
+    if checks[1].level == "ok":
+        checks += check_agents(loaded, local_model(model.path))
     return checks
 
 

@@ -33,6 +33,8 @@ class ReplaySglang(FakeSglang):
         self._spread = spread
         self.finished: set[str] = set()
         """request ids, without the try, whose response was sent"""
+        self._cache: dict[str, list[int]] = {}
+        """request id, without the try -> tokens of its last request and response"""
         super().__init__(latency_s=lambda body: self.token_s * len(self.tokens(body)))
 
     def tokens(self, body: dict[str, Any]) -> list[int]:
@@ -54,6 +56,7 @@ class ReplaySglang(FakeSglang):
         while self.paused:  # as `pause: in_place`: finished responses wait until the update ends
             await asyncio.sleep(0.002)
         ids = self.tokens(body)
+        cached = self._cached_tokens(rid, body["input_ids"], ids)
         is_cut = len(ids) == int(body["sampling_params"]["max_new_tokens"])
         meta = {
             "id": rid,
@@ -61,8 +64,16 @@ class ReplaySglang(FakeSglang):
             if is_cut
             else {"type": "stop", "matched": 0},
             "weight_versions": [{"version": self.weight_version, "start": 0, "end": len(ids)}],
+            "cached_tokens": cached,
             "output_token_logprobs": [[-3.0, token, None] for token in ids],
         }
         self.answered += 1
         self.finished.add(rid.rpartition("/")[0])
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    def _cached_tokens(self, rid: str, prompt: list[int], response: list[int]) -> int:
+        """Number of a prompt's first tokens that an earlier turn of the trajectory left here."""
+        name = rid.rpartition("/")[0]
+        before = self._cache.get(name, [])
+        self._cache[name] = [*prompt, *response]
+        return len(before) if prompt[: len(before)] == before else 0

@@ -275,6 +275,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "policy.routing=replay_sampler requires rollout.engine=sglang, got embedded",
         ),
         (
+            [
+                f"{SGLANG}, sampling: {{max_response_tokens: 9}}, agent: {{function: 'a.py:f'}}}}",
+                "policy.routing=replay_sampler",
+            ],
+            "policy.routing=replay_sampler needs rollout.agent null",
+        ),
+        (
             ["policy.offload=optimizer"],
             "policy.offload=optimizer requires rollout.servers.colocated=true, got null",
         ),

@@ -13,7 +13,7 @@ import pytest
 
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.config.rollout_options import SglangRollout, SglangSync
-from pacs_megatron.config.schema import ModelOptions
+from pacs_megatron.config.schema import ModelOptions, RunConfig
 from pacs_megatron.contracts import SampleRequest, SamplingOptions
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.workbench.evaluation.samplers import ServerSampler, push_folder
@@ -52,9 +52,10 @@ def test_one_model_after_the_other_and_a_restarted_server(tmp_path: Path) -> Non
             probe_interval_s=0.1,
             max_in_flight=2,
         )
-        with ServerSampler(
-            options, ModelOptions(path=str(folders[0].path)), tmp_path / "servers"
-        ) as sampler:
+        config = RunConfig.model_construct(
+            rollout=options, model=ModelOptions(path=str(folders[0].path)), data=None
+        )
+        with ServerSampler(config, tmp_path / "servers") as sampler:
             assert sampler._options.sync.verify == "full"
             # The stand-in has no fused parameters; test_evaluation.py compares checksums on the
             # real server.

@@ -35,7 +35,7 @@ from pacs_megatron.workbench.preflight.servers import (
 from tests.support.ranks import run_ranks
 from tests.support.servers.fake_sglang import FakeSglang
 from tests.support.tiny_models import CHAT_TEMPLATE, PAD, make_tiny_qwen3, save_tokenizer
-from tests.support.tiny_run import write_tiny_run
+from tests.support.tiny_run import with_agent, write_tiny_run
 
 ROOT = Path(__file__).parents[4]
 SERVER = """\
@@ -517,6 +517,30 @@ def test_a_template_that_closes_no_turn(tmp_path: Path) -> None:
     model = with_tokenizer(tmp_path, template, PAD)
     found = find(run_preflight(write_tiny_run(tmp_path, model)), "model.path (stop tokens)")
     assert "with no token; demonstrations end with '<|endoftext|>' (256)" in found.message
+
+
+LAST_ANSWER_THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_an_agent_with_a_template_that_changes_earlier_turns(tmp_path: Path) -> None:
+    model = with_tokenizer(tmp_path, LAST_ANSWER_THINKS, PAD)
+    path = with_agent(write_tiny_run(tmp_path, model))
+    checks = run_preflight(path)
+    assert find(checks, "rollout.agent (markers of messages)").level == "ok"
+    assert "tools: calculate (calculator)" in find(checks, "rollout.agent").message
+
+    checks = run_preflight(path, ["rollout.agent.turn_markers=null"])
+    found = find(checks, "rollout.agent (markers of messages)")
+    assert found.level == "fail" and "changes the text of earlier turns" in found.message
+    assert "set rollout.agent.turn_markers" in found.message
+
+    (tmp_path / "my_agent.py").write_text("async def solve(problem):\n    return\n")
+    found = find(run_preflight(path), "rollout.agent")
+    assert found.level == "fail" and "cannot be called as solve(problem, session)" in found.message
 
 
 def test_notices_about_the_data_are_warnings(tmp_path: Path, model: Path) -> None:
