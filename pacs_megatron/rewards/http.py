@@ -59,7 +59,7 @@ class Http:
         """
         samples = []
         for prompt, response, turns in inputs:
-            sample = {
+            sample: dict[str, Any] = {
                 "prompt_id": prompt.id,
                 "problem": prompt.problem,
                 "prompt": prompt.text,

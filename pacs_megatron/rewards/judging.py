@@ -26,17 +26,6 @@ class JudgeInput(NamedTuple):
 
 
 @runtime_checkable
-class TurnsRewardFn(Protocol):
-    """A reward that reads the turns of an agent."""
-
-    def judge_turns(
-        self, prompt: Prompt, response: str, turns: Sequence[Turn]
-    ) -> float | Judgement:
-        """Same as `RewardFn`."""
-        ...
-
-
-@runtime_checkable
 class BatchRewardFn(Protocol):
     """A reward that judges several samples in one call."""
 
@@ -111,10 +100,12 @@ def _component(options: RewardComponent) -> tuple[str, float, RewardFn | BatchRe
 def _judge(reward: RewardFn, item: JudgeInput) -> dict[str, Any]:
     """The result of one sample, in the form of `judge_all`."""
     try:
-        if isinstance(reward, TurnsRewardFn):
-            judged = reward.judge_turns(item.prompt, item.response, item.turns)
-        else:
+        # Only a user's function reads turns.
+        judge_turns = getattr(reward, "judge_turns", None)
+        if judge_turns is None:
             judged = reward(item.prompt, item.response)
+        else:
+            judged = judge_turns(item.prompt, item.response, item.turns)
         if not isinstance(judged, Judgement):
             return {"reward": as_reward(judged)}
 

@@ -178,10 +178,9 @@ def test_the_reward_sees_turns_calls_and_errors(
     trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     """The reward writes what it sees as its details."""
-    one = trainer(agent=CALLS_WRONGLY)
-    (tmp_path / "one" / "reward.py").write_text(REWARD_OF_TURNS)
-    one.close()
-    one = trainer(agent=CALLS_WRONGLY)
+    file = tmp_path / "reward_of_turns.py"
+    file.write_text(REWARD_OF_TURNS)
+    one = trainer(f"reward.function={file}:reward", agent=CALLS_WRONGLY)
     one.driver.rollout(1, 1)
     one.response()
     one.driver._results.write_pending()
