@@ -252,7 +252,12 @@ def _parse_override(text: str) -> YamlNode:
 
     node = YamlNode("", "override")  # `key=` is an empty string; YAML would give null
     if value:
-        node = parse_yaml(value, f"override {shown(key)}", fixed_origin="override")
+        try:
+            node = parse_yaml(value, f"override {shown(key)}", fixed_origin="override")
+        except ConfigError as error:
+            # Errors of a value name the file and line, which an override does not have.
+            named = "" if key in str(error) else f"{key}: "
+            raise ConfigError(f"{named}{error}") from None
     for part in reversed(parts):
         node = YamlNode({part: node}, "override")
     return node

@@ -298,8 +298,21 @@ def _read_jsonl(path: Path) -> Iterator[DataRow]:
         index += 1
 
 
+_OTHER_KINDS = {
+    b"\x1f\x8b": "the file is compressed by gzip; unpack it",
+    b"PK\x03\x04": "the file is a zip archive; unpack it",
+    b"PAR1": "the file is a parquet file; give it a name that ends with .parquet",
+    b"<!doctype": "the file is a web page; download the data itself",
+    b"<html": "the file is a web page; download the data itself",
+}
+"""First bytes of files that are often saved as .jsonl -> what to do"""
+
+
 def _check_first_line(line: bytes, where: str) -> None:
     """Raises DataError if the first line shows another kind of file."""
+    for start, fix in _OTHER_KINDS.items():
+        if line[: len(start)].lower() == start.lower():
+            raise DataError(f"{where}: {fix}")
     text = line.decode("utf-8", "replace").lstrip("\ufeff").strip()
     if text.startswith("["):
         raise DataError(

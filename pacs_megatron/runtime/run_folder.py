@@ -90,10 +90,14 @@ def check_run_folder(run_dir: Path) -> None:
     """Checks that a run can write to `run_dir`, which need not exist.
 
     Raises:
-        ConfigError: The folder is inside another run's folder, or a file or link has the path of a
-            file of the run.
+        ConfigError: The folder is inside another run's folder or below a file, or a file or link
+            has the path of a file of the run.
     """
     for outer in run_dir.absolute().parents:
+        if os.path.lexists(outer) and not outer.is_dir():
+            raise ConfigError(
+                f"{outer} is not a folder; choose another run.dir than {run_dir.parent}"
+            )
         if (outer / CONFIG_FILE).is_file() and (outer / HEARTBEAT_FOLDER).is_dir():
             raise ConfigError(
                 f"{run_dir} is inside the folder of the run {outer}; choose another run.dir or "

@@ -127,6 +127,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
             "unknown key `data.train.where.day.mni`; did you mean `data.train.where.day.min`? "
             "(override)",
         ),
+        ([f"run.seed={'9' * 30}"], "run.seed: a number of 30 digits, expected at most 24"),
         (
             ["optimizer.lr=1e−4"],
             "expected a number, not text (− is the letter U+2212); write a plain",

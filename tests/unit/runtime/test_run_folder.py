@@ -9,7 +9,12 @@ import pytest
 from pacs_megatron.config import load_config
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.launch.job import begin, end
-from pacs_megatron.runtime.run_folder import changed_since, read_changes, record_changes
+from pacs_megatron.runtime.run_folder import (
+    changed_since,
+    check_run_folder,
+    read_changes,
+    record_changes,
+)
 from tests.support.run_files import BASE
 from tests.support.tiny_run import write_tiny_run
 
@@ -58,6 +63,13 @@ def test_the_link_of_a_job_to_its_newest_attempt_is_allowed(tmp_path: Path) -> N
         begin(tmp_path / "run", job_id)
         assert changed_since(load_config(config), tmp_path / "run") == []
         end(tmp_path / "run", 75, 3)
+
+
+@pytest.mark.parametrize("folder", ["/dev/full", "file", "file/deeper"])
+def test_a_folder_below_a_file_is_an_error(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"is not a folder; choose another run\.dir"):
+        check_run_folder(tmp_path / folder / "run")
 
 
 def test_metrics_of_another_program_are_an_error(tmp_path: Path) -> None:
