@@ -39,9 +39,9 @@ def near_file(path: Path) -> str:
     """The end of a message about a missing file: the end of a broken link, or a file of its folder
     with a like name.
     """
-    if path.is_symlink():
-        return f"; it is a link to {os.readlink(path)}, which does not exist"
     try:
+        if path.is_symlink():
+            return f"; it is a link to {os.readlink(path)}, which does not exist"
         with os.scandir(path.parent) as entries:
             names = [entry.name for entry in islice(entries, _MAX_FILES)]
     except OSError:

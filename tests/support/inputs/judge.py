@@ -29,7 +29,11 @@ PRELUDE = Path(__file__).with_name("prelude.sh")
 """Functions of the scripts."""
 LOG = os.environ.get("PACS_INPUTS_LOG")
 _ERROR = re.compile(r"^(?:\w+Error: |fail  ).*", re.MULTILINE)
-_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d |.*\r|waiting for ")
+_LOG_LINE = re.compile(
+    r"\d{4}-\d\d-\d\d |.*\r|waiting for |[\w ]+ [\d.]+\w?/[\d.]+\w?, |removed |another process is "
+    r"writing |\S+ was complete; "
+)
+"""Lines of a run, and those of `convert` and `export`, whose log is the text alone"""
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _WRONG = (
     *("Traceback", "InternalError", "Exception ignored", "BrokenPipe", "Fatal Python"),
