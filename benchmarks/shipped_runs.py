@@ -34,12 +34,8 @@ TITLES = ("run", "GPUs", *PHASES, "step", "GPU-s a sample", "GiB", "idle")
 
 
 def name_of(plan: Plan) -> str:
-    """Name of a run without its layout, so that it names the same run of other files."""
-    config = plan.config
-    name = f"{config.objective.name}-{config.model.path.split('/')[-1].lower()}"
-    if config.precision.fp8 is not None:
-        name += "-fp8"
-    return f"{name}-ahead" if plan.is_ahead else name
+    """Name of a run without its nodes and layout, so that it names the same run of other files."""
+    return re.sub(r"-\d+n\d+g(-[te]p\d+)?(-pp\d+)?", "", plan.config.run.name)
 
 
 def planned(configs: Path, gpu: str) -> dict[str, Plan]:
