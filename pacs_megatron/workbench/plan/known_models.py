@@ -66,6 +66,46 @@ _QWEN25_3B: Mapping[str, Any] = {
     "max_position_embeddings": 32768,
 }
 
+
+def _qwen35(hidden: int, layers: int, heads: int, ffn: int, value_heads: int) -> Mapping[str, Any]:
+    """The language model of a dense Qwen3.5."""
+    return {
+        "model_type": "qwen3_5_text",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "full_attention_interval": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": ffn,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+        "rms_norm_eps": 1e-6,
+        "dtype": "bfloat16",
+    }
+
+
+_QWEN35_35B_A3B: Mapping[str, Any] = {
+    **_qwen35(2048, 40, 16, 512, 32),
+    "model_type": "qwen3_5_moe_text",
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
@@ -74,6 +114,9 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tied=False),
     "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tied=False),
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen3.5-9B": _qwen35(4096, 32, 16, 12288, 32),
+    "Qwen/Qwen3.5-27B": _qwen35(5120, 64, 24, 17408, 48),
+    "Qwen/Qwen3.5-35B-A3B": _QWEN35_35B_A3B,
     "Qwen/Qwen2.5-3B": _QWEN25_3B,
     "Qwen/Qwen2.5-7B": _QWEN25_7B,
     "Qwen/Qwen2.5-72B": _QWEN25_72B,
@@ -90,7 +133,26 @@ QUICKSTART_MODEL: Mapping[str, Any] = {
 """Architecture of examples/quickstart's model, for `plan` before the quickstart ran (a test
 compares the two).
 """
-_QUICKSTART_FOLDERS = ("quickstart-inputs/model", "quickstart-warmstart/hf")
+QUICKSTART_HYBRID: Mapping[str, Any] = {
+    **_qwen35(64, 2, 4, 128, 4),
+    "full_attention_interval": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "vocab_size": 384,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "dtype": "float32",
+}
+"""The same of examples/quickstart/hybrid.py"""
+_QUICKSTART_FOLDERS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart-inputs/model": QUICKSTART_MODEL,
+    "quickstart-warmstart/hf": QUICKSTART_MODEL,
+    "quickstart-hybrid-inputs/model": QUICKSTART_HYBRID,
+}
 
 
 def find_config(model_path: str) -> Mapping[str, Any] | None:
@@ -108,7 +170,7 @@ def find_config(model_path: str) -> Mapping[str, Any] | None:
     if name not in KNOWN_MODELS:
         name = "/".join(Path(model_path).parts[-2:])
     if name in _QUICKSTART_FOLDERS:
-        return QUICKSTART_MODEL
+        return _QUICKSTART_FOLDERS[name]
     return KNOWN_MODELS.get(name)
 
 

@@ -27,6 +27,7 @@ from pacs_megatron.objectives.registry import build_objective
 from pacs_megatron.objectives.shared.base import Objective
 from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan.known_models import need_config
+from pacs_megatron.workbench.trace import linear_attention
 from pacs_megatron.workbench.trace.collectives import CollectiveTrace, join_fake_world
 from pacs_megatron.workbench.trace.cuda import DEVICE, GpuFacts, replace_cuda
 from pacs_megatron.workbench.trace.ledger import Moment
@@ -68,6 +69,7 @@ def fake_gpus(request: TraceRequest, mode: FakeCuda) -> None:
         per_node=resources.gpus_per_node or 1,
     )
     replace_cuda(facts, mode.ledger.resize, mode.count_wait)
+    linear_attention.install()
     if sys.modules.get("transformer_engine", "absent") is not None:
         from pacs_megatron.workbench.trace import transformer_engine
 

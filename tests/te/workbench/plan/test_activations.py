@@ -29,7 +29,8 @@ def _shipped() -> list[object]:
     known = set()
     for path in sorted((ROOT / "configs" / "runs").glob("*.yaml")):
         config = load_config(path, [BF16]).config
-        if not config.resources.gpus_per_node:
+        # Megatron-Core 0.16, of this row, has no hybrids.
+        if not config.resources.gpus_per_node or "qwen3.5" in path.stem:
             continue
         key = _options_of_memory(config)
         marks = [pytest.mark.campaign] if key in known else []
