@@ -33,7 +33,7 @@ def rewards(folder: Path, *arguments: str) -> list[float]:
 
 def test_its_reward_rises(tmp_path: Path) -> None:
     curve = rewards(tmp_path)
-    assert len(curve) == 25
+    assert len(curve) == 50
     assert sum(curve[:3]) / 3 < 0.4
     assert sum(curve[-3:]) / 3 > 0.8
     assert (tmp_path / "quickstart-hybrid" / "hf" / "model.safetensors").is_file()
