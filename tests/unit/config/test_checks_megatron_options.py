@@ -109,7 +109,8 @@ def test_plan_counts_the_optimizers_and_the_buffers() -> None:
     """
 
     def planned(*options: str) -> tuple[dict[str, float], float]:
-        plan = make_plan(load_config(DENSE, [f"parallel.megatron.{option}" for option in options]))
+        on_gpu = ["policy.offload=none", *(f"parallel.megatron.{option}" for option in options)]
+        plan = make_plan(load_config(DENSE, on_gpu))
         items = state_items(plan.config, plan.spec, plan.layout, 0)
         return {
             item.name.split(" (")[0]: item.num_bytes for item in items

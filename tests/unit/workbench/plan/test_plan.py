@@ -324,7 +324,7 @@ def test_search_without_a_layout_that_fits() -> None:
 
 
 def test_a_run_that_fits_only_with_average_assumptions() -> None:
-    """30B-A3B: 109 GiB of an H200's 140, and more if one rank's experts have twice the mean
+    """30B-A3B: 111 GiB of an H200's 140, and more if one rank's experts have twice the mean
     load.
     """
     path = ROOT / "configs" / "runs" / "pacs-qwen3-30b-a3b-4n8g-ep8.yaml"

@@ -69,7 +69,7 @@ def test_three_updates_and_a_resume(name: str, tmp_path: Path) -> None:
     processes = {}
     for recipe in ("bf16", *RECIPES):
         environment = os.environ | place | {"MASTER_PORT": str(free_port())}
-        command = [sys.executable, "-m", "tests.gpu.policy.test_resume", name, recipe]
+        command = [sys.executable, "-m", "tests.gpu.policy.test_state", name, recipe]
         processes[recipe] = subprocess.Popen(
             [*command, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
