@@ -4,6 +4,7 @@ server.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -28,19 +29,26 @@ from tests.support.tiny_models import make_tiny_qwen3
 from tests.support.tiny_run import write_tiny_run
 
 WAIT_S = 600.0
+MARKERS = {"answer_end": "", "before": {"tool": "<"}, "after": {"tool": ">"}, "generation": "="}
+AGENT = """
+async def solve(problem, session):
+    await session.generate(max_tokens=6)
+    session.append(await session.call("calculate", expression="6 * 7"))
+    await session.generate(max_tokens=6)
+"""
 
 
 class Trainer:
     """Rank 0's end of the socket, and the driver's actions in their order."""
 
-    def __init__(self, folder: Path, server: ReplaySglang) -> None:
+    def __init__(self, folder: Path, server: ReplaySglang, *overrides: str) -> None:
         model = make_tiny_qwen3(folder / "model", num_hidden_layers=1, vocab_size=262)
         rollout = (
             f"{{engine: sglang, urls: ['{server.url}'], max_staleness: 1, sync: {{transport: "
             f"disk}}, sampling: {{max_response_tokens: 16}}}}"
         )
         config = load_config(
-            write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}")
+            write_tiny_run(folder, model), ("run.steps=9", f"rollout={rollout}", *overrides)
         ).config
         ours, theirs = socket.socketpair()
         self.folder = folder
@@ -108,9 +116,9 @@ class Trainer:
 
 
 @contextmanager
-def trainer(folder: Path) -> Iterator[tuple[Trainer, ReplaySglang]]:
+def trainer(folder: Path, *overrides: str) -> Iterator[tuple[Trainer, ReplaySglang]]:
     with ReplaySglang(token_s=0.0, median_tokens=6.0, spread=0.5) as server:
-        one = Trainer(folder, server)
+        one = Trainer(folder, server, *overrides)
         try:
             yield one, server
         finally:
@@ -137,6 +145,39 @@ def test_a_finished_step_goes_out_before_requests_for_later_steps(
         one.until(lambda: "start 3" in one.events)
         assert one.events == ["response updating", "response current", "response groups", "start 3"]
         one.until(lambda: any(rid.startswith("3:") for rid in server.asked))
+
+
+def test_trajectories_of_agents_are_sampled_ahead(tmp_path: Path) -> None:
+    """Those of step 2 start with the weights of step 1, and keep them."""
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    agent = {
+        "function": f"{tmp_path / 'my_agent.py'}:solve",
+        "turn_markers": MARKERS,
+        "tools": {"calculate": {"kind": "calculator"}},
+        "tool_workers": 1,
+        "workers": 4,
+    }
+    settings = (f"rollout.agent={json.dumps(agent)}", "reward.max_failure_frac=1")
+    with trainer(tmp_path, *settings) as (one, server):
+        one.send_weights(0)
+        one.send(op="rollout", step=1)
+        header = one.next()
+        assert header["kind"] == "groups"
+        metrics = header["metrics"]
+        assert metrics["agent/turns_max"] == 2 and metrics["tool/calculate/calls"] == 16
+        assert 0 < metrics["agent/cached_frac"] < 1 and metrics["agent/failed"] == 0
+
+        ahead = one.driver._buffer.dispatch(2, 2)[0]
+        one.until(lambda: ahead.is_done)
+        one.send_weights(1)
+        one.send(op="rollout", step=2)
+        metrics = one.next()["metrics"]
+        assert metrics["staleness/max"] == 1 and metrics["agent/turns_max"] == 2
+        record = one.driver._buffer.dispatch(2, 2)[0].in_order()[0]
+        assert record.environment and record.sampler_logprobs.shape == record.response_ids.shape
+        bodies = [body for body in server.bodies if body["rid"].startswith(f"{record.id}/")]
+        sent = max((body["input_ids"] for body in bodies), key=len)
+        assert record.token_ids[: len(sent)].tolist() == sent
 
 
 def test_every_engine_has_the_same_stop_tokens(tmp_path: Path) -> None:
