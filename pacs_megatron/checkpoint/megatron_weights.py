@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pacs_megatron.checkpoint.adapters import LoraFacts, combined_digest, tensor_digests
 from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX, DistReader
 from pacs_megatron.checkpoint.hf_folder import WEIGHT_DTYPES, HfFolder, check_names
 from pacs_megatron.checkpoint.manifest import (
@@ -18,13 +19,18 @@ from pacs_megatron.checkpoint.manifest import (
 from pacs_megatron.checkpoint.names import CHECKPOINTS_FOLDER, MANIFEST_NAME, position_of
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.models import Entry, load_config, read_spec, weight_table
+from pacs_megatron.models.hub import model_folder
+from pacs_megatron.models.lora import adapter_matrices, all_matrices, fused_up, merged
 
 _NOT_WEIGHTS = "._extra_state"
 """Objects that Megatron's linear layers add (FP8 scales or empty objects)"""
 
 
 class MegatronWeights:
-    """A converted or training checkpoint. `get` takes Hugging Face names, same as HfFolder."""
+    """A converted or training checkpoint. `get` takes Hugging Face names, same as HfFolder.
+
+    The weights of a checkpoint of adapters are those of its frozen model with the adapters merged.
+    """
 
     def __init__(self, path: str | Path, *, digests: bool = True) -> None:
         """Checks everything except, without `digests`, the data.
@@ -35,7 +41,8 @@ class MegatronWeights:
 
         Raises:
             CheckpointError: for files that are missing or altered, a checkpoint under another one's
-                name, a key that no row of the table maps, a row without a key, or a wrong shape.
+                name, a key that no row of the table maps, a row without a key, a wrong shape, or
+                with adapters a frozen model that is missing or (with `digests`) changed.
         """
         self.path = Path(path)
         self.manifest = check_checkpoint(self.path, digests=digests)
@@ -44,6 +51,11 @@ class MegatronWeights:
         self.table = weight_table(read_spec(self.config))
         self._reader = DistReader(self.path / DIST_FOLDER)
         self._newest: tuple[Entry, tuple[torch.Tensor, ...]] | None = None
+        self.lora = LoraFacts.read(self.path)
+        """with adapters only"""
+        self._base: HfFolder | MegatronWeights | None = None
+        if self.lora is not None:
+            self._base = _open_base(self.path, self.lora, digests=digests)
         self._check_keys()
 
     @property
@@ -53,17 +65,58 @@ class MegatronWeights:
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """The dtype in the checkpoint."""
+        if self.lora is not None:
+            first, *_ = all_matrices(self.table, self.lora.options)
+            return self._reader.dtype(MODEL_PREFIX + first.name)
         first_key, *_ = entry.checkpoint_shapes
         return self._reader.dtype(MODEL_PREFIX + first_key)
 
     def get_entry(self, entry: Entry) -> torch.Tensor:
         """The full Megatron tensor, vocabulary padded. Safe from any thread."""
+        if self._base is not None:
+            return self._merged(entry)
         keys = [MODEL_PREFIX + key for key in entry.checkpoint_shapes]
         parts = [self._reader.get(key, entry.expert) for key in keys]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """Every A and B under PEFT's name."""
+        assert self.lora is not None
+        names = [matrix.name for matrix in all_matrices(self.table, self.lora.options)]
+        return {name: self._reader.get(MODEL_PREFIX + name, None) for name in names}
+
+    def _merged(self, entry: Entry) -> torch.Tensor:
+        """The frozen tensor with its adapters, as the policy exports it."""
+        assert self.lora is not None
+        if isinstance(self._base, MegatronWeights):
+            frozen = self._base.get_entry(entry)
+        else:
+            assert self._base is not None
+            frozen = entry.to_megatron([self._base.get(name) for name in entry.hf_names])
+        frozen = frozen.to(self.dtype(entry))
+
+        ups = {}
+        downs = []
+        for matrix in adapter_matrices(entry, self.lora.options):
+            values = self._reader.get(MODEL_PREFIX + matrix.name, None).double()
+            if matrix.kind == "A":
+                downs.append(values)
+            else:
+                ups[matrix.hf_name] = values
+        if not downs:
+            return frozen
+        up = fused_up(entry, ups, entry.sizes)
+        return merged(frozen, up, torch.cat(downs), self.lora.alpha / self.lora.rank)
+
     def release_entry(self, entry: Entry) -> None:
         """Frees the memory of `get_entry`'s tensor. A later use of a view reads the file again."""
+        if isinstance(self._base, MegatronWeights):
+            self._base.release_entry(entry)
+            return
+        if self._base is not None:
+            for name in entry.hf_names:
+                self._base.release(name)
+            return
         for key in entry.checkpoint_shapes:
             self._reader.release(MODEL_PREFIX + key, entry.expert)
 
@@ -81,10 +134,7 @@ class MegatronWeights:
     def _check_keys(self) -> None:
         """Raises CheckpointError unless keys, dtypes and shapes are those of the table."""
         folder = self.path / DIST_FOLDER
-        expected = {}
-        for entry in self.table.entries:
-            for key, shape in entry.checkpoint_shapes.items():
-                expected[MODEL_PREFIX + key] = shape
+        expected = self._expected_shapes()
         present = {
             key
             for key in self._reader.keys
@@ -108,6 +158,8 @@ class MegatronWeights:
                     f"{folder}: {key} is {list(shape)}, expected {list(expected_shape)} from "
                     f"{HF_FOLDER}/config.json; they belong to different models"
                 )
+        if self.lora is not None:
+            return
         for entry in self.table.entries:
             dtypes = {self._reader.dtype(MODEL_PREFIX + key) for key in entry.checkpoint_shapes}
             if len(dtypes) > 1:
@@ -115,6 +167,50 @@ class MegatronWeights:
                     f"{folder}: the parts of {entry.checkpoint_name} have different dtypes "
                     f"({', '.join(sorted(map(str, dtypes)))}), but form one tensor"
                 )
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Key -> shape of every tensor of the model."""
+        if self.lora is not None:
+            matrices = all_matrices(self.table, self.lora.options)
+            return {MODEL_PREFIX + matrix.name: matrix.shape for matrix in matrices}
+        expected = {}
+        for entry in self.table.entries:
+            for key, shape in entry.checkpoint_shapes.items():
+                expected[MODEL_PREFIX + key] = shape
+        return expected
+
+
+def _open_base(checkpoint: Path, lora: LoraFacts, *, digests: bool) -> HfFolder | MegatronWeights:
+    """The frozen weights of a checkpoint of adapters.
+
+    Raises:
+        CheckpointError: if they are missing or, with `digests`, changed.
+    """
+    try:
+        folder = model_folder(lora.base)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint} has adapters alone, and their model is missing: {error}"
+        ) from None
+    base = open_weights(weights_folder(folder), digests=digests)
+    if digests:
+        found = combined_digest(tensor_digests(base.names, base.get))
+        if found != lora.base_digest:
+            raise CheckpointError(
+                f"{checkpoint} has adapters of other weights than those in {lora.base} now: digest "
+                f"{lora.base_digest[:12]}, got {found[:12]}; restore that model"
+            )
+    return base
+
+
+def weights_folder(model_dir: Path) -> Path:
+    """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF
+    files in `hf/`.
+    """
+    parent = model_dir.parent
+    if is_megatron_checkpoint(parent) and model_dir.name == HF_FOLDER:
+        return parent
+    return model_dir
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:

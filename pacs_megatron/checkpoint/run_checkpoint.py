@@ -8,6 +8,7 @@ Files of `checkpoints/step_000010/`:
     state.json      counters, position in the data
     rng/            generators, one file a rank
     hf/             config and tokenizer, for the export
+    lora.json       with adapters: what they are, and the digest of the frozen weights
     critic/         with a critic: its dist/, hf/ and manifest, same as in a converted checkpoint
     buffer.*        samples of steps that are not trained yet, if any
     open_step.*     only inside a step: updates done, their metrics, log-probs of the step
@@ -37,6 +38,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pacs_megatron.checkpoint.adapters import LoraFacts
 from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.dist_files import Copy, load_sharded, prepare_sharded
 from pacs_megatron.checkpoint.hf_folder import copy_hf_metadata
@@ -97,6 +99,8 @@ class Contents:
     buffer: Record | None
     """on rank 0: finished samples of later steps; None if there are none"""
     open_step: Record | None = None
+    lora: LoraFacts | None = None
+    """of the adapters, if these are trained"""
     stop_token_ids: tuple[int, ...] = ()
     """tokens that end a response, for generation_config.json"""
     """on rank 0: state of a step in progress; None at a step boundary"""
@@ -247,6 +251,8 @@ def _write_small_files(partial: Path, position: Position, contents: Contents) ->
         )
     Beside(contents.hf_metadata).write(partial / HF_FOLDER)
 
+    if contents.lora is not None:
+        contents.lora.write(partial)
     state = json.dumps({"step": position.step, **contents.state}, indent=1)
     write_atomically(partial / "state.json", [state.encode()])
     if contents.buffer is not None:

@@ -305,6 +305,37 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _lora_problems(config: RunConfig) -> Iterator[str]:
+    """Options that adapters do not combine with."""
+    adapters = config.policy.lora
+    if adapters is None:
+        return
+    if adapters.dropout > 0:
+        yield (
+            f"policy.lora.dropout={adapters.dropout:g} is not supported: the passes of a step "
+            "would use other networks, so the scores of unchanged weights would differ from 0; "
+            "remove it"
+        )
+    if config.precision.fp8 is not None:
+        yield (
+            "policy.lora with precision.fp8 is not supported: a product of FP8 weights and one of "
+            "bf16 adapters are not proven to add up; remove one of them"
+        )
+    second_models = {"ppo": "critic", "distill": "teacher"}
+    name = config.objective.name
+    if name in second_models:
+        yield (
+            f"policy.lora with objective.name={name} is not supported: its {second_models[name]} "
+            "would be a whole second model, which adapters save; use another objective, or remove "
+            "policy.lora"
+        )
+    if config.parallel.megatron.tp_comm_overlap:
+        yield (
+            "policy.lora with parallel.megatron.tp_comm_overlap=true is not supported: frozen "
+            "layers were never run with it; remove one of them"
+        )
+
+
 def _server_problems(config: RunConfig) -> Iterator[str]:
     """Nodes and GPUs of managed servers."""
     resources = config.resources
@@ -619,6 +650,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _requirement_problems,
     _ipc_problems,
     _offload_problems,
+    _lora_problems,
     _server_problems,
     _ineffective_options,
     _batch_problems,

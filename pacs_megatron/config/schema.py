@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from datetime import date
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -156,9 +156,43 @@ _INCOMPATIBLE_MEGATRON_OPTIONS = {
 
 OffloadKind = Literal["none", "optimizer", "all"]
 RoutingKind = Literal["own", "replay_sampler"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+
+
+class LoraOptions(Options):
+    """Low-rank adapters: y = W x + alpha / rank * B A x, where only A and B are trained."""
+
+    rank: int = Field(ge=1, le=4096)
+    """Rows of A and columns of B."""
+
+    alpha: float = Field(gt=0)
+    """Factor of the adapters' term, over the rank."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before A. Only 0 is supported."""
+
+    targets: tuple[LoraTarget, ...] = Field(default=LORA_TARGETS, strict=False, min_length=1)
+    """Hugging Face's names of the modules with adapters. Experts have none."""
+
+    path: PathText | None = None
+    """Folder of PEFT (`adapter_model.safetensors`) with the first values of the adapters.
+
+    null: as PEFT, A is random and B is 0.
+    """
+
+    @field_validator("targets")
+    @classmethod
+    def _in_order(cls, targets: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
+        if len(set(targets)) < len(targets):
+            raise ValueError(f"expected each module once, got {', '.join(targets)}; correct it")
+        return tuple(target for target in LORA_TARGETS if target in targets)
 
 
 class PolicyOptions(Options):
+    lora: LoraOptions | None = None
+    """Train low-rank adapters in place of all weights; null trains all weights."""
+
     offload: OffloadKind = "none"
     """State of the trainer that moves to pinned host memory while colocated servers sample.
     `optimizer`: fp32 weights and moments; the gradients are freed. `all`: also the weights.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pacs_megatron.checkpoint.adapters import write_peft
 from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.dist_reader import MODEL_PREFIX
 from pacs_megatron.checkpoint.dist_writer import DistWriter, Piece
@@ -41,6 +42,7 @@ from pacs_megatron.convert.verify import DTYPES, FILES, compare, files_check
 from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import Entry, WeightTable, read_spec, weight_table
 from pacs_megatron.models.hub import model_folder
+from pacs_megatron.models.lora import peft_config
 from pacs_megatron.runtime.json_reader import parse_json, read_text
 
 
@@ -187,6 +189,26 @@ def megatron_to_hf(
         certificate.write(writer.staged.path / CERTIFICATE_NAME)
         writer.staged.commit()
     return "; ".join(part for part in (summary, beside.describe()) if part)
+
+
+def export_adapters(checkpoint: Path, out: Path, *, verify: bool = True) -> str:
+    """Writes the adapters of a training checkpoint as PEFT's folder.
+
+    Args:
+        checkpoint: its folder.
+        out: target folder, which must not exist.
+        verify: whether to compare the checkpoint's files with its digests.
+
+    Returns:
+        A summary of one line.
+    """
+    weights = MegatronWeights(checkpoint, digests=verify)
+    assert weights.lora is not None
+    tensors = weights.adapters()
+    write_peft(
+        out, tensors, peft_config(weights.table.spec, weights.lora.options, weights.lora.base)
+    )
+    return f"{out}: {len(tensors)} tensors of adapters for PEFT"
 
 
 def _write_dist(

@@ -343,7 +343,8 @@ def export(
     push: str | None = None,
     public: bool = False,
 ) -> str:
-    """Writes the weights of a checkpoint for Hugging Face, and the critic's weights beside them.
+    """Writes the weights of a checkpoint for Hugging Face, and beside them the critic's weights or
+    the adapters, as PEFT's folder.
 
     Args:
         run_dir: folder of the run.
@@ -361,7 +362,12 @@ def export(
             and the run folder is in use.
         CheckpointError, ConversionError: the checkpoint is not readable.
     """
-    from pacs_megatron.convert.convert import ConversionOptions, megatron_to_hf
+    from pacs_megatron.checkpoint.adapters import LoraFacts
+    from pacs_megatron.convert.convert import (
+        ConversionOptions,
+        export_adapters,
+        megatron_to_hf,
+    )
     from pacs_megatron.launch.push import check_repository
     from pacs_megatron.launch.push import push as upload
     from pacs_megatron.observability.logs import setup_command_logging
@@ -392,6 +398,9 @@ def export(
         for source, source_target in targets.items():
             options = ConversionOptions(out=source_target, verify_source=verify)
             lines.append(megatron_to_hf(source, options, step=None))
+        if LoraFacts.read(folder) is not None:
+            adapters = target.with_name(f"{target.name}_adapters")
+            lines.append(export_adapters(folder, adapters, verify=verify))
         if push is not None:
             lines.append(upload(target, push, run_dir, is_public=public))
         return "\n".join(lines)

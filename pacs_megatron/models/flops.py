@@ -1,6 +1,6 @@
 """FLOPs of a model's passes, by Megatron-LM's formula, and the tokens that they depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -105,8 +105,35 @@ def forward_flops(spec: ModelSpec, vocab_size: int, tokens: PassedTokens) -> flo
     return matrices + states + attention + head
 
 
+def update_flops(
+    spec: ModelSpec, vocab_size: int, tokens: PassedTokens, num_adapted: int | None = None
+) -> float:
+    """FLOPs of the forward and backward pass of an update, without recomputation.
+
+    A frozen matrix has one product in the backward pass, that of the gradient of its input.
+
+    Args:
+        spec: the architecture.
+        vocab_size: rows of the output layer.
+        tokens: of the update.
+        num_adapted: elements of the adapters, if these alone are trained; None: all are.
+    """
+    whole = forward_flops(spec, vocab_size, tokens)
+    if num_adapted is None:
+        return TRAINING_FACTOR * whole
+    matrices = replace(tokens, squares=0.0)
+    scores = whole - forward_flops(spec, vocab_size, matrices)
+    products = scores + _state_flops(spec) * tokens.inputs
+    adapters = 2 * num_adapted * tokens.inputs
+    return 2 * whole + products + TRAINING_FACTOR * adapters
+
+
 def total_flops(
-    spec: ModelSpec, vocab_size: int, forward: PassedTokens, trained: PassedTokens
+    spec: ModelSpec,
+    vocab_size: int,
+    forward: PassedTokens,
+    trained: PassedTokens,
+    num_adapted: int | None = None,
 ) -> float:
     """FLOPs of forward-only passes and of updates, without recomputation.
 
@@ -115,7 +142,7 @@ def total_flops(
         vocab_size: rows of the output layer.
         forward: tokens of the forward-only passes.
         trained: tokens of the updates.
+        num_adapted: as in `update_flops`.
     """
     of_forward = forward_flops(spec, vocab_size, forward)
-    of_updates = TRAINING_FACTOR * forward_flops(spec, vocab_size, trained)
-    return of_forward + of_updates
+    return of_forward + update_flops(spec, vocab_size, trained, num_adapted)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from pacs_megatron.batching.split import (
 )
 from pacs_megatron.batching.tables import ranges
 from pacs_megatron.config.schema import (
+    LoraOptions,
     OffloadKind,
     OptimizerOptions,
     ParallelOptions,
@@ -33,12 +35,13 @@ from pacs_megatron.contracts.protocols import LogprobSource, Statistic
 from pacs_megatron.errors import NonFiniteError
 from pacs_megatron.models import ModelSpec, weight_table
 from pacs_megatron.models.flops import PassedTokens
+from pacs_megatron.models.lora import all_matrices, check_targets
 from pacs_megatron.objectives.pacs import Pacs
 from pacs_megatron.objectives.shared.base import Objective, StepInputs
 from pacs_megatron.objectives.shared.groups import build_table
 from pacs_megatron.parallel.groups import Rank
 from pacs_megatron.parallel.transfer import all_gather_by_index, broadcast_json
-from pacs_megatron.policy import precision, schedule, weights
+from pacs_megatron.policy import lora, precision, schedule, weights
 from pacs_megatron.policy.microbatch import (
     MAX_MISMATCH_LOG_RATIO,
     MicroBatch,
@@ -87,8 +90,12 @@ class MegatronPolicy:
         tokens_per_microbatch: int,
         temperature: float = 1.0,
         offload: OffloadKind = "none",
+        adapters: LoraOptions | None = None,
+        seed: int = 0,
     ) -> None:
         """Builds the model with arbitrary weights, and its optimizer.
+
+        With `adapters` only these are trained; they have their initial values.
 
         Args:
             spec: the model.
@@ -101,6 +108,8 @@ class MegatronPolicy:
             tokens_per_microbatch: the largest number of tokens in a micro-batch of new plans.
             temperature: divides the logits.
             offload: `policy.offload`.
+            adapters: `policy.lora`; None trains all weights.
+            seed: of the adapters' initial values.
 
         Raises:
             ConfigError: if this machine or Megatron-Core does not support the options.
@@ -113,6 +122,11 @@ class MegatronPolicy:
         self.spec = spec
         self.rank = rank
         self.table = weight_table(spec)
+        self.adapters = adapters
+        self.starts_at_base = adapters is not None
+        """whether the policy of the start is the model without adapters"""
+        if adapters is not None:
+            check_targets(self.table, adapters)
         self.config = transformer_config(spec, parallel, precision_options, machine)
         self.version = 0
         self.compare_with_sampler = True
@@ -160,7 +174,18 @@ class MegatronPolicy:
             machine,
             rank,
             fp32_head=precision_options.head == "fp32",
+            has_adapters=adapters is not None,
         )
+        if adapters is not None:
+            for model in map(unwrap, chunks):
+                lora.attach(
+                    model,
+                    self.table,
+                    adapters,
+                    name_of=partial(weights.global_name, model=model, table=self.table),
+                    seed=seed,
+                    sequence_parallel=parallel.sequence_parallel,
+                )
         self.chunks = wrap_for_training(chunks, self.config, parallel, machine)
         for model in self.models:
             model.temperature = temperature
@@ -187,12 +212,19 @@ class MegatronPolicy:
                 finalize_model_grads(*args, **kwargs)
 
         self.config.finalize_model_grads_func = finalize_gradients
-        self.reference: weights.Snapshot | None = None
+        self.reference: weights.Snapshot | lora.BaseModel | None = None
 
     @property
     def models(self) -> list[PolicyModel]:
         """The Megatron models inside the wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def num_adapted(self) -> int | None:
+        """Elements of the whole model's adapters; None without adapters."""
+        if self.adapters is None:
+            return None
+        return sum(math.prod(each.shape) for each in all_matrices(self.table, self.adapters))
 
     def on_microbatch(self, hook: Callable[[], None]) -> None:
         """Calls `hook` before every micro-batch of every pass."""
@@ -206,6 +238,17 @@ class MegatronPolicy:
             read: returns one whole tensor by name.
         """
         weights.load(self.models, self.table, read)
+        self.optimizer.reload_weights()
+
+    def load_adapters(self, read: Callable[[str], Tensor]) -> None:
+        """Fills the adapters, and the optimizer's master weights from them.
+
+        Args:
+            read: returns one whole A or B by PEFT's name.
+        """
+        self.starts_at_base = False
+        for adapter in lora.adapters_of(self.models):
+            adapter.load(lambda matrix: read(matrix.name))
         self.optimizer.reload_weights()
 
     def take_tokens(self) -> tuple[PassedTokens, PassedTokens]:
@@ -223,17 +266,37 @@ class MegatronPolicy:
         weights.complete(self.chunks)
         return weights.export(self.models, self.table, self.offload.readable)
 
-    def take_reference(self, *, reset_optimizer: bool) -> None:
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (PEFT's name, whole tensor) in the table's order, on every rank.
+
+        Every rank must iterate to the end.
+        """
+        assert self.adapters is not None
+        weights.complete(self.chunks)
+        return weights.export_adapters(
+            self.models, self.table, self.adapters, self.offload.readable
+        )
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the reference has weights of its own, which a checkpoint contains."""
+        return isinstance(self.reference, weights.Snapshot)
+
+    def take_reference(self, *, reset_optimizer: bool, is_start: bool = False) -> None:
         """Sets the reference to the current policy.
 
         Args:
             reset_optimizer: also set Adam's moments to 0.
+            is_start: whether the reference is the policy of the start. If that is the model without
+                adapters, it is the reference without a copy.
         """
         weights.complete(self.chunks)
-        if self.reference is None:
-            self.reference = weights.Snapshot(self.chunks, self.offload.readable)
-        else:
+        if is_start and self.starts_at_base:
+            self.reference = lora.BaseModel(self.models)
+        elif isinstance(self.reference, weights.Snapshot):
             self.reference.take()
+        else:
+            self.reference = weights.Snapshot(self.chunks, self.offload.readable)
         if reset_optimizer:
             self.optimizer.reset_moments()
 

@@ -44,6 +44,8 @@ class _Head:
     temperature: float
     want_entropy: bool
     loss_gradient: LossGradient | None
+    trains_weight: bool = False
+    """whether the weight needs a gradient"""
     want_certainty: bool = False
 
     @property
@@ -244,7 +246,10 @@ class _Gradients:
         # Several chunks accumulate in fp32, because bf16 loses small contributions.
         is_one_chunk = len(head.chunks(hidden.shape[0])) <= 1
         dtype = head.weight.dtype if is_one_chunk else torch.float32
-        self.of_weight = torch.zeros_like(head.weight, dtype=dtype)
+        self.of_weight: Tensor | None = None
+        """None for a frozen weight"""
+        if head.trains_weight:
+            self.of_weight = torch.zeros_like(head.weight, dtype=dtype)
 
     def add(self, positions: slice, hidden: Tensor, of_logits: Tensor) -> None:
         """Adds one chunk.
@@ -256,7 +261,12 @@ class _Gradients:
         """
         product = torch.matmul if hidden.dtype == of_logits.dtype else _product
         self.of_hidden[positions] = product(of_logits, self._weight)
-        _add_product(self.of_weight, of_logits.t(), hidden.to(of_logits.dtype))
+        if self.of_weight is not None:
+            _add_product(self.of_weight, of_logits.t(), hidden.to(of_logits.dtype))
+
+    def of_weight_as(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of the weights in `dtype`; None for frozen ones."""
+        return None if self.of_weight is None else self.of_weight.to(dtype)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -352,7 +362,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         if gradients is None:
             ctx.save_for_backward(hidden, targets, _join(log_z, hidden), all_entropies.detach())
         else:
-            ctx.save_for_backward(gradients.of_hidden, gradients.of_weight.to(weight.dtype))
+            ctx.save_for_backward(gradients.of_hidden, gradients.of_weight_as(weight.dtype))
         # The backward pass gets None, not zeros, if the loss does not use the entropies.
         ctx.set_materialize_grads(False)
         if gradients is not None or not head.want_entropy:
@@ -385,7 +395,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                 by_entropy,
                 gradients,
             )
-        return gradients.of_hidden, gradients.of_weight.to(head.weight.dtype), None, None
+        return gradients.of_hidden, gradients.of_weight_as(head.weight.dtype), None, None
 
 
 def _join(chunks: list[Tensor], like: Tensor) -> Tensor:
@@ -435,6 +445,7 @@ def token_logprobs(  # noqa: PLR0913
     """
     head = _Head(
         weight=weight.detach(),
+        trains_weight=weight.requires_grad,
         vocab_size=vocab_size,
         group=group,
         temperature=temperature,

@@ -528,19 +528,36 @@ def _recompute_arguments(parallel: ParallelOptions, machine: precision.Machine) 
 
 
 def _layer_spec(
-    spec: ModelSpec, *, transformer_engine: bool, has_delta_net: bool = False
+    spec: ModelSpec,
+    *,
+    transformer_engine: bool,
+    has_delta_net: bool = False,
+    has_adapters: bool = False,
 ) -> ModuleSpec:
     """Megatron's spec of one layer, with Transformer Engine's modules or with local ones.
 
-    With `has_delta_net` the layer has a gated delta net in the place of the attention.
+    With `has_delta_net` the layer has a gated delta net in the place of the attention. With
+    `has_adapters` no norm is fused with a linear layer, because an adapter has the layer's input.
     """
     layer = _attention_layer_spec(spec, transformer_engine=transformer_engine)
+    if has_adapters and transformer_engine:
+        _separate_norms(layer, is_dense=spec.moe is None)
     if has_delta_net:
         # Megatron-Core 0.16 has no such module.
         from pacs_megatron.policy import gated_delta
 
         gated_delta.replace_attention(layer, transformer_engine=transformer_engine)
     return layer
+
+
+def _separate_norms(layer: ModuleSpec, *, is_dense: bool) -> None:
+    """Replaces Transformer Engine's linear layers that contain the norm before them."""
+    layer.submodules.input_layernorm = te_extension.TENorm
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_qkv = te_extension.TEColumnParallelLinear
+    if is_dense:
+        layer.submodules.pre_mlp_layernorm = te_extension.TENorm
+        layer.submodules.mlp.submodules.linear_fc1 = te_extension.TEColumnParallelLinear
 
 
 def _attention_layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
@@ -587,10 +604,11 @@ def _block_spec(
     vp_stage: int | None,
     *,
     fp32_head: bool,
+    has_adapters: bool,
 ) -> Any:
     """Megatron's spec of a chunk's layers and of the model's final norm."""
     transformer_engine = precision.uses_transformer_engine(config.params_dtype, machine)
-    layer = _layer_spec(spec, transformer_engine=transformer_engine)
+    layer = _layer_spec(spec, transformer_engine=transformer_engine, has_adapters=has_adapters)
     if transformer_engine and not fp32_head and spec.delta is None:
         return layer
 
@@ -679,7 +697,7 @@ def _set_yarn(config: TransformerConfig, scaling: Mapping[str, Any]) -> None:
         setattr(config, attribute, scaling.get(key))
 
 
-def build_chunks(
+def build_chunks(  # noqa: PLR0913  (the last two are keyword-only)
     spec: ModelSpec,
     padded_vocab: int,
     config: TransformerConfig,
@@ -687,6 +705,7 @@ def build_chunks(
     rank: Rank,
     *,
     fp32_head: bool = False,
+    has_adapters: bool = False,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks (one, or `vpp`) on its device, with arbitrary weights.
 
@@ -698,6 +717,7 @@ def build_chunks(
         rank: this rank.
         fp32_head: whether the final norm, the output layer and the log-softmax compute in fp32 in a
             model with bf16 weights.
+        has_adapters: whether linear layers get adapters.
 
     Returns:
         A PolicyModel for each chunk; with bf16 weights inside a Float16Module.
@@ -715,7 +735,9 @@ def build_chunks(
     vp_stages: Sequence[int | None] = range(vpp) if vpp else [None]
     chunks: list[torch.nn.Module] = []
     for vp_stage in vp_stages:
-        block = _block_spec(spec, config, machine, vp_stage, fp32_head=fp32_head)
+        block = _block_spec(
+            spec, config, machine, vp_stage, fp32_head=fp32_head, has_adapters=has_adapters
+        )
         model = _build_model(spec, padded_vocab, config, block, vp_stage)
         model.rotary_pos_emb.inv_freq = rope_frequencies(spec).to(rank.device)
         model.to(rank.device)

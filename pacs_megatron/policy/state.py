@@ -24,10 +24,14 @@ from megatron.core.dist_checkpointing.utils import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 from torch import Tensor
 
 from pacs_megatron.errors import CheckpointError
-from pacs_megatron.policy import weights
+from pacs_megatron.policy import lora, weights
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.policy.fp8_state import readable_fp8_state
 
@@ -56,7 +60,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
-    """Sharded tensors of this rank's chunks.
+    """Sharded tensors of this rank's chunks: of the adapters alone, if these are trained.
 
     Args:
         policy: the model.
@@ -67,9 +71,33 @@ def _model_state(policy: MegatronPolicy, prefix: str) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for number, model in enumerate(policy.models):
+        if policy.adapters is not None:
+            state[f"{prefix}{number}"] = _adapter_state(model, prefix)
+            continue
         chunk = model.sharded_state_dict(metadata=sharding_metadata())
         add_prefix_for_sharding(chunk, f"{prefix}.")
         state[f"{prefix}{number}"] = chunk
+    return state
+
+
+def _adapter_state(model: torch.nn.Module, prefix: str) -> dict[str, ShardedTensor]:
+    """Sharded tensors of a chunk's adapters, by PEFT's names."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "dp_cp_group": group,
+    }
+    state = {}
+    for adapter in lora.adapters_of([model]):
+        for matrix, parameter in adapter.matrices.items():
+            key = f"{prefix}.{matrix.name}"
+            if matrix.split_dim is None:
+                sharded = make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+            else:
+                sharded = make_tp_sharded_tensor_for_checkpoint(
+                    parameter, key, matrix.split_dim, **groups
+                )
+            state[matrix.name] = sharded
     return state
 
 
@@ -380,6 +408,13 @@ def load_sharded_state(policy: MegatronPolicy, state: dict[str, Any]) -> None:
 
 
 def _load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    adapters = lora.adapters_of([model])
+    if adapters:
+        with torch.no_grad():
+            for adapter in adapters:
+                for matrix, parameter in adapter.matrices.items():
+                    parameter.copy_(state[matrix.name])
+        return
     with readable_fp8_state(state):
         model.load_state_dict(state, strict=True)
 

@@ -15,8 +15,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from pacs_megatron.config.schema import LoraOptions
 from pacs_megatron.errors import ConversionError, PacsError
 from pacs_megatron.models import Entry, WeightTable, canonical_name
+from pacs_megatron.models.lora import AdapterMatrix, adapter_matrices
+from pacs_megatron.policy import lora
 from pacs_megatron.policy.model import PolicyModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -28,15 +31,16 @@ _RUN_BYTES = 256 * 2**20
 def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.nn.Parameter]:
     """This chunk's parameters by the table's names, with global layer and expert numbers.
 
-    Skips the copy of a tied embedding on the last pipeline stage.
+    Skips the copy of a tied embedding on the last pipeline stage, and adapters.
 
     Raises:
         ConversionError: if a parameter has no row in the table.
     """
     parameters: dict[str, torch.nn.Parameter] = {}
     for local_name, parameter in model.named_parameters():
-        name = _global_name(local_name, model, table)
-        if name == TIED_OUTPUT and table.spec.tied:
+        name = global_name(local_name, model, table)
+        is_adapter = f".{lora.ADAPTER}." in name
+        if is_adapter or (name == TIED_OUTPUT and table.spec.tied):
             continue
         if name not in table.by_megatron:
             raise ConversionError(
@@ -46,7 +50,7 @@ def named_parameters(model: PolicyModel, table: WeightTable) -> dict[str, torch.
     return parameters
 
 
-def _global_name(local_name: str, model: PolicyModel, table: WeightTable) -> str:
+def global_name(local_name: str, model: PolicyModel, table: WeightTable) -> str:
     """The table's name of a parameter of this chunk."""
     pieces = local_name.split(".")
     if pieces[:2] == ["decoder", "layers"]:
@@ -124,6 +128,8 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every whole weight in the table's order, on every rank. Collective.
 
+    Adapters are merged into the weights of their layers.
+
     One run of entries is in flight at a time: its stage gathers the tensor-parallel shards, then
     the other expert ranks and stages receive the merged tensors, with one collective each.
 
@@ -138,6 +144,7 @@ def export(
     parameters: dict[str, torch.nn.Parameter] = {}
     for model in models:
         parameters |= named_parameters(model, table)
+    adapters = {adapter.entry.megatron_name: adapter for adapter in lora.adapters_of(models)}
     device = next(models[0].parameters()).device
     dtype = models[0].config.params_dtype
     pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -148,8 +155,10 @@ def export(
         if entries[0].megatron_name in parameters:
             shards = []
             for entry in entries:
-                parameter = parameters[entry.megatron_name]
-                shards.append(readable(parameter.detach()).to(device))
+                shard = readable(parameters[entry.megatron_name].detach()).to(device)
+                if entry.megatron_name in adapters:
+                    shard = adapters[entry.megatron_name].merged(shard, readable)
+                shards.append(shard)
             full = _gather_shards(entries, shards)
         if ep_rank is not None and stage == pp_group.rank():
             full = _broadcast(entries, full, ep_rank, ep_group, device, dtype)
@@ -158,6 +167,51 @@ def export(
         assert full is not None
         for entry, tensor in zip(entries, full, strict=True):
             yield from zip(entry.hf_names, entry.to_hf(tensor), strict=True)
+
+
+@torch.no_grad()
+def export_adapters(
+    models: Sequence[PolicyModel],
+    table: WeightTable,
+    options: LoraOptions,
+    readable: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every whole A and B in the table's order, on every rank. Collective.
+
+    Args:
+        models: this rank's chunks.
+        table: the weight table of the model.
+        options: of the section `policy.lora`.
+        readable: returns the values of an off-loaded parameter.
+
+    Yields:
+        PEFT's name, and the tensor in the dtype of the weights, on this rank's device.
+    """
+    parameters: dict[AdapterMatrix, torch.nn.Parameter] = {}
+    for adapter in lora.adapters_of(models):
+        parameters |= adapter.matrices
+    device = next(models[0].parameters()).device
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+
+    for entry in table.entries:
+        stage = _stage(entry, table.spec.num_layers)
+        for matrix in adapter_matrices(entry, options):
+            full = None
+            if matrix in parameters:
+                full = readable(parameters[matrix].detach()).to(device)
+                if matrix.split_dim is not None and tp_group.size() > 1:
+                    shards = [torch.empty_like(full) for _ in range(tp_group.size())]
+                    dist.all_gather(shards, full.contiguous(), group=tp_group)
+                    full = torch.cat(shards, dim=matrix.split_dim)
+            if pp_group.size() > 1:
+                dtype = models[0].config.params_dtype
+                if full is None:
+                    full = torch.empty(matrix.shape, dtype=dtype, device=device)
+                source = dist.get_global_rank(pp_group, stage)
+                dist.broadcast(full.contiguous(), src=source, group=pp_group)
+            assert full is not None
+            yield matrix.name, full
 
 
 def _runs(
@@ -305,7 +359,7 @@ def pin(buffer: Tensor, purpose: str) -> None:
 
 
 class Snapshot:
-    """Frozen copy of all of this rank's chunks, in host memory."""
+    """Frozen copy of the trained parameters of this rank's chunks, in host memory."""
 
     def __init__(
         self,
@@ -324,7 +378,7 @@ class Snapshot:
         self._readable = readable
         self._parameters: list[Tensor] = []
         for chunk in chunks:
-            self._parameters += chunk.parameters()
+            self._parameters += [each for each in chunk.parameters() if each.requires_grad]
 
         # Every element has the width of the largest one, so each view is aligned.
         width = max((parameter.element_size() for parameter in self._parameters), default=1)

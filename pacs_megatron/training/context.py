@@ -10,12 +10,23 @@ from typing import TypeVar
 
 import torch
 
-from pacs_megatron.checkpoint.manifest import HF_FOLDER
-from pacs_megatron.checkpoint.megatron_weights import is_megatron_checkpoint, open_weights
+from pacs_megatron.checkpoint.adapters import (
+    LoraFacts,
+    combined_digest,
+    facts_of,
+    read_peft,
+    tensor_digests,
+)
+from pacs_megatron.checkpoint.megatron_weights import (
+    is_megatron_checkpoint,
+    open_weights,
+    weights_folder,
+)
 from pacs_megatron.checkpoint.run_checkpoint import latest_checkpoint, verify_checkpoint
 from pacs_megatron.config.layout import layout_of
 from pacs_megatron.config.rollout_options import SglangRollout
 from pacs_megatron.config.schema import OptimizerOptions, RunConfig
+from pacs_megatron.config.text import local_path
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.data.tokenizer import check_same_vocabulary
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
@@ -31,6 +42,7 @@ from pacs_megatron.observability.spans import Timer
 from pacs_megatron.parallel import groups
 from pacs_megatron.parallel.control import ControlChannel
 from pacs_megatron.parallel.groups import Rank
+from pacs_megatron.parallel.transfer import gather_json
 from pacs_megatron.policy.critic import Critic, critic_optimizer
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.rollout.collect import Rollouts
@@ -67,8 +79,18 @@ class RunContext:
     saver: Saver
     stop: StopFlag
     critic: Critic | None = None
+    base_digest: str = ""
+    """of the frozen weights, with adapters"""
     stop_token_ids: tuple[int, ...] = ()
     """tokens that end a response, on rank 0; every export lists them"""
+
+    @property
+    def lora_facts(self) -> LoraFacts | None:
+        """The adapters and their frozen weights; None if all weights are trained."""
+        options = self.config.policy.lora
+        if options is None:
+            return None
+        return facts_of(options, self.config.model.path, self.base_digest)
 
     @property
     def reset_every(self) -> int | None:
@@ -92,7 +114,7 @@ def build_on_all_ranks(
 ) -> RunContext:
     """Joins the other ranks and builds; an error on one rank is raised on all. Collective."""
     channel = join(config)
-    if latest_checkpoint(run_dir) is None:
+    if latest_checkpoint(run_dir) is None or config.policy.lora is not None:
         for source in _initial_weights(config, model_dir):
             if is_megatron_checkpoint(source):
                 verify_checkpoint(source, channel, is_of_this_run=False)
@@ -115,8 +137,25 @@ def build_on_all_ranks(
         run.stop_token_ids = tuple(ready["stop_token_ids"])
 
     run = channel.run_together(build_here)
+    if config.policy.lora is not None:
+        run.base_digest = digest_base(weights_folder(model_dir), channel)
     channel.run_together(await_driver, only=0)
     return run
+
+
+def digest_base(folder: Path, channel: ControlChannel) -> str:
+    """`combined_digest` of the weights of a folder; each rank reads a share. Collective."""
+    rank = channel.rank
+
+    def digest_share() -> dict[str, str]:
+        stored = open_weights(folder, digests=False)
+        names = sorted(stored.names)
+        return tensor_digests(names[rank.rank :: rank.layout.world_size], stored.get)
+
+    digests: dict[str, str] = {}
+    for share in gather_json(channel.run_together(digest_share), group=rank.control) or []:
+        digests |= share
+    return str(channel.broadcast_json(combined_digest(digests)))
 
 
 def join(config: RunConfig) -> ControlChannel:
@@ -220,7 +259,7 @@ def build_policy(
 ) -> MegatronPolicy:
     """The policy with the model's weights.
 
-    If the run has a checkpoint, the weights are arbitrary until `saving.resume`.
+    If the run has a checkpoint, the trained weights are arbitrary until `saving.resume`.
 
     Raises ConfigError if the model is a critic.
     """
@@ -232,14 +271,21 @@ def build_policy(
         )
     policy = build_model(config, rank, spec, config.optimizer, kind)
 
-    if latest_checkpoint(run_dir) is None:
-        if isinstance(config.objective, DistillOptions):
-            # A later checkpoint has the teacher as its frozen reference.
-            teacher = model_folder(config.objective.teacher, "objective.teacher")
-            _check_architecture("objective.teacher", config, spec, load_spec(teacher))
-            _load(policy, teacher)
-            policy.take_reference(reset_optimizer=False)
+    is_new = latest_checkpoint(run_dir) is None
+    if is_new and isinstance(config.objective, DistillOptions):
+        # A later checkpoint has the teacher as its frozen reference.
+        teacher = model_folder(config.objective.teacher, "objective.teacher")
+        _check_architecture("objective.teacher", config, spec, load_spec(teacher))
+        _load(policy, teacher)
+        policy.take_reference(reset_optimizer=False)
+    lora = config.policy.lora
+    if is_new or lora is not None:
         _load(policy, model_dir)
+    if lora is not None and lora.path is not None:
+        adapters = read_peft(local_path(lora.path), policy.table, lora)
+        policy.load_adapters(lambda name: adapters[name])
+        ups = [tensor for name, tensor in adapters.items() if "lora_B" in name]
+        policy.starts_at_base = not any(bool(tensor.any()) for tensor in ups)
     policy.measures_entropy = config.logging.step_start_entropy
     policy.measures_certainty = config.objective.needs_certainty
     policy.mismatch_threshold = config.mismatch.threshold
@@ -250,7 +296,7 @@ def build_policy(
 def _load(policy: MegatronPolicy, folder: Path) -> None:
     """Loads the weights of a folder from `model_folder`."""
     # Without digests: each rank has checked a share of the files before.
-    stored = open_weights(_weights_dir(folder), digests=False)
+    stored = open_weights(weights_folder(folder), digests=False)
     policy.load_weights(lambda name: stored.get(name).to(policy.config.params_dtype))
 
 
@@ -283,7 +329,7 @@ def build_critic(
     optimizer = critic_optimizer(config.optimizer, objective.critic.lr)
     critic = build_model(config, rank, spec, optimizer, kind)
     if latest_checkpoint(run_dir) is None:
-        _load_critic(critic, _weights_dir(folder))
+        _load_critic(critic, weights_folder(folder))
     return critic
 
 
@@ -317,6 +363,8 @@ def build_model(
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         temperature=config.rollout.sampling.temperature,
         offload=config.policy.offload,
+        adapters=config.policy.lora,
+        seed=config.run.seed,
     )
 
 
@@ -349,14 +397,4 @@ def _initial_weights(config: RunConfig, model_dir: Path) -> list[Path]:
         folder = model_folder(path, key)
         if folder not in folders:
             folders.append(folder)
-    return [_weights_dir(folder) for folder in folders]
-
-
-def _weights_dir(model_dir: Path) -> Path:
-    """The folder of the weights for a folder from `model_folder`; a converted checkpoint has its HF
-    files in `hf/`.
-    """
-    parent = model_dir.parent
-    if is_megatron_checkpoint(parent) and model_dir.name == HF_FOLDER:
-        return parent
-    return model_dir
+    return [weights_folder(folder) for folder in folders]

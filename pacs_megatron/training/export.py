@@ -1,11 +1,16 @@
-"""Exports the weights of a run as a Hugging Face folder, which replaces the earlier one."""
+"""Exports the weights of a run as a Hugging Face folder, which replaces the earlier one, and its
+adapters as PEFT's folder.
+"""
 
 import shutil
 from pathlib import Path
 
+from pacs_megatron.checkpoint.adapters import write_peft
 from pacs_megatron.checkpoint.beside import Beside
 from pacs_megatron.checkpoint.hf_folder import HfFolderWriter, hf_tensors
+from pacs_megatron.models.lora import peft_config
 from pacs_megatron.policy.engine import MegatronPolicy
+from pacs_megatron.runtime.files import remove
 from pacs_megatron.training.context import RunContext
 
 
@@ -38,6 +43,22 @@ def export_hf(run: RunContext, model: MegatronPolicy, target: Path) -> None:
 
         if previous.exists():
             _remove_previous(previous, target)
+
+
+def export_adapters(run: RunContext, target: Path) -> None:
+    """Writes the adapters as PEFT's folder to `target`, which it replaces.
+
+    Collective; rank 0 writes.
+    """
+    options = run.config.policy.lora
+    assert options is not None
+    tensors = {}
+    for name, tensor in run.policy.export_adapters():
+        if run.rank.rank == 0:
+            tensors[name] = tensor.cpu()
+    if run.rank.rank == 0:
+        remove(target)
+        write_peft(target, tensors, peft_config(run.policy.spec, options, run.config.model.path))
 
 
 def _remove_previous(previous: Path, target: Path) -> None:

@@ -37,7 +37,7 @@ from pacs_megatron.training.breaker import (
     warn_of_clipping,
 )
 from pacs_megatron.training.context import RunContext
-from pacs_megatron.training.export import export_hf
+from pacs_megatron.training.export import export_adapters, export_hf
 from pacs_megatron.training.profiling import Profiling, has_step_times, step_metrics
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saving import resume, save
@@ -168,6 +168,8 @@ def train(run: RunContext) -> ExitCode:
             return ExitCode.PREEMPTED
 
         export_hf(run, run.policy, run.run_dir / "hf")
+        if run.config.policy.lora is not None:
+            export_adapters(run, run.run_dir / "adapters")
         if run.critic is not None:
             export_hf(run, run.critic, run.run_dir / "critic_hf")
         out.report(progress)

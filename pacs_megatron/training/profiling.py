@@ -109,7 +109,9 @@ def _speed(run: RunContext, times: Mapping[str, float]) -> dict[str, float]:
     flops = 0.0
     for model in run.models:
         forward, trained = model.take_tokens()
-        flops += total_flops(model.spec, model.table.padded_vocab, forward, trained)
+        flops += total_flops(
+            model.spec, model.table.padded_vocab, forward, trained, model.num_adapted
+        )
 
     num_ranks = run.rank.layout.world_size
     training_s = times.get("time/logprobs_s", 0.0) + times.get("time/update_s", 0.0)

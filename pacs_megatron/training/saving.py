@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron.checkpoint import run_checkpoint
+from pacs_megatron.checkpoint.adapters import LoraFacts, check_facts
 from pacs_megatron.checkpoint.manifest import DIST_FOLDER
 from pacs_megatron.errors import CheckpointError
 from pacs_megatron.policy import state as policy_state
@@ -59,7 +60,7 @@ def resume(run: RunContext) -> RunProgress | None:
     folder = _newest_checkpoint(run)
     if folder is None:
         if run.has_reference and run.policy.reference is None:
-            run.policy.take_reference(reset_optimizer=False)
+            run.policy.take_reference(reset_optimizer=False, is_start=True)
         return None
 
     run_checkpoint.verify_checkpoint(folder, run.channel)
@@ -68,6 +69,7 @@ def resume(run: RunContext) -> RunProgress | None:
 
     saved = run_checkpoint.read_state(folder)
     _check_support(run, folder, saved)
+    check_facts(LoraFacts.read(folder), run.lora_facts, folder)
     _load_models(run, folder, saved)
     _load_rollouts(run, folder, saved)
     if run.rank.rank == 0:
@@ -90,7 +92,7 @@ def _contents(
     run: RunContext, progress: RunProgress, driver_state: DriverState
 ) -> run_checkpoint.Contents:
     """The content of a checkpoint at `progress`. Collective."""
-    has_reference = run.policy.reference is not None
+    has_reference = run.policy.has_snapshot
     sharded = _sharded(run, is_loading=False, with_reference=has_reference)
     rng = policy_state.rng_state()
     open_step = None
@@ -113,6 +115,7 @@ def _contents(
         dtype=run.policy.config.params_dtype,
         buffer=driver_state.buffer,
         open_step=open_step,
+        lora=run.lora_facts,
     )
 
 
@@ -156,11 +159,12 @@ def _load_models(run: RunContext, folder: Path, saved: dict[str, Any]) -> None:
         policy_state.load_rng_state(rng, folder / "rng")
 
     if run.has_reference and run.policy.reference is None:
-        logger.warning(
-            "%s has no frozen reference: the policy of this checkpoint becomes the reference",
-            folder,
-        )
-        run.policy.take_reference(reset_optimizer=False)
+        if not run.policy.starts_at_base:
+            logger.warning(
+                "%s has no frozen reference: the policy of this checkpoint becomes the reference",
+                folder,
+            )
+        run.policy.take_reference(reset_optimizer=False, is_start=True)
     run.policy.version = saved["policy_version"]
 
 

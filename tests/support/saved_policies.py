@@ -38,14 +38,15 @@ def save(policy: Any, folder: Path, step: int, model: Path, keep_last: int = 2) 
     return finish(policy.rank)
 
 
-def load(policy: Any, folder: Path) -> None:
+def load(policy: Any, folder: Path, *, with_reference: bool = True) -> None:
     from pacs_megatron.policy import state
 
     checkpoint = run_checkpoint.latest_checkpoint(folder)
     assert checkpoint is not None
     run_checkpoint.verify_checkpoint(checkpoint, ControlChannel(policy.rank))
-    policy.take_reference(reset_optimizer=False)
-    sharded = state.sharded_state(policy, is_loading=True, with_reference=True)
+    if with_reference:
+        policy.take_reference(reset_optimizer=False)
+    sharded = state.sharded_state(policy, is_loading=True, with_reference=with_reference)
     filled, _ = run_checkpoint.load_checkpoint(checkpoint, policy.rank, {"dist": sharded})
     state.load_sharded_state(policy, filled["dist"])
     policy.optimizer.schedule.load_state_dict(

@@ -102,7 +102,7 @@ def run_whole_step(  # noqa: PLR0913  (keyword-only)
         critic=critic,
     )
     if run.has_reference and run.policy.reference is None:
-        run.policy.take_reference(reset_optimizer=False)
+        run.policy.take_reference(reset_optimizer=False, is_start=True)
     try:
         train_step(run, RunProgress())
     except Interrupted:

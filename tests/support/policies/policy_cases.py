@@ -14,6 +14,7 @@ from pacs_megatron.batching.split import plan_microbatches
 from pacs_megatron.batching.tables import select_tokens, single_turn_writers
 from pacs_megatron.config.schema import (
     Fp8Options,
+    LoraOptions,
     OptimizerOptions,
     ParallelOptions,
     PrecisionOptions,
@@ -39,6 +40,7 @@ def make_policy(
     fp8: dict[str, Any] | None = None,
     offload: Literal["none", "optimizer", "all"] = "none",
     head: Literal["bf16", "fp32"] = "bf16",
+    lora: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Any:
     """MegatronPolicy on the calling ranks, loaded from the Hugging Face folder.
@@ -76,6 +78,8 @@ def make_policy(
         tokens_per_microbatch=tokens_per_microbatch,
         temperature=temperature,
         offload=offload,
+        adapters=None if lora is None else LoraOptions(**lora),
+        seed=5,
     )
     tensors = load_file(folder / "model.safetensors")
     policy.load_weights(lambda name: tensors[name].to(policy.config.params_dtype))

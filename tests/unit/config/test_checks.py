@@ -294,6 +294,28 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "url_ranks has 1 ranks for 2 servers; give one for each of `urls`, or remove it",
         ),
         (
+            ["policy.lora={rank: 4, alpha: 8, dropout: 0.1}"],
+            "policy.lora.dropout=0.1 is not supported: the passes of a step would use other",
+        ),
+        (
+            ["policy.lora={rank: 4, alpha: 8}", "objective=null", "objective={name: ppo}"],
+            "policy.lora with objective.name=ppo is not supported: its critic would be a whole",
+        ),
+        (
+            [
+                "policy.lora={rank: 4, alpha: 8}",
+                "precision.fp8={recipe: tensorwise}",
+                "resources={gpus_per_node: 1, gpu: h100}",
+            ],
+            "policy.lora with precision.fp8 is not supported: a product of FP8 weights",
+        ),
+        (["policy.lora={rank: 4, alpha: 8, targets: [experts]}"], "expected one of q_proj, k_proj"),
+        (
+            ["policy.lora={rank: 4, alpha: 8, targets: [q_proj, q_proj]}"],
+            "expected each module once, got q_proj, q_proj",
+        ),
+        (["policy.lora={rank: 4}"], "policy.lora.alpha"),
+        (
             [*AHEAD, "rollout.shares_gpus=true"],
             "rollout.max_staleness=1 requires rollout.shares_gpus=false",
         ),

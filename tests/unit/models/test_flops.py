@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from pacs_megatron.models import read_spec
-from pacs_megatron.models.flops import PassedTokens, forward_flops, total_flops
+from pacs_megatron.models.flops import PassedTokens, forward_flops, total_flops, update_flops
 from pacs_megatron.workbench.plan.known_models import find_spec
 
 LENS = np.array([100, 2000, 777])
@@ -73,3 +73,18 @@ def test_logits_are_counted_where_they_are_computed() -> None:
     assert (
         forward_flops(spec, 151936, some) - values == (head - 2 * spec.hidden_size) * some.outputs
     )
+
+
+def test_frozen_matrices_have_one_product_in_the_backward_pass() -> None:
+    """Qwen3-8B (36 layers, hidden 4096, 32 heads and 8 key-value heads of 128, MLP 12288), by hand:
+    a frozen matrix has 4 FLOPs for each element and token, an adapter's 6, and the scores of the
+    attention their 3 passes.
+    """
+    spec = find_spec("Qwen/Qwen3-8B")
+    assert spec is not None
+    tokens = PassedTokens(inputs=1000.0, squares=300000.0, outputs=400.0)
+    matrices = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    scores = 36 * 2 * 4096 * 300000
+    head = 4 * 4096 * 151936 * 400
+    expected = 4 * matrices * 1000 + 3 * scores + head + 6 * 7_000_000 * 1000
+    assert update_flops(spec, 151936, tokens, 7_000_000) == expected

@@ -35,6 +35,7 @@ def run_of(gpu: str | None, num_ranks: int) -> Any:
     policy = SimpleNamespace(
         spec=spec,
         table=SimpleNamespace(padded_vocab=151936),
+        num_adapted=None,
         take_tokens=lambda: (forward, trained),
     )
     return SimpleNamespace(
