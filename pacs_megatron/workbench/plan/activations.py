@@ -378,7 +378,8 @@ def head_bytes(config: RunConfig, spec: ModelSpec, layout: Layout, tokens: float
     device_bytes = None if gpu is None else gpu.memory_bytes
     rows = min(tokens, max(1, logits_per_chunk(device_bytes) // vocab))
     logits = rows * vocab
-    weights = vocab * spec.hidden_size
+    # Frozen weights have no gradient.
+    weights = vocab * spec.hidden_size if config.policy.lora is None else 0
 
     # The hidden states of the predicting positions, and of all: this rank's and the gathered ones.
     states = hidden_width * spec.hidden_size * tokens

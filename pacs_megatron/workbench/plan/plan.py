@@ -180,16 +180,16 @@ class Plan:
     # ------------------------------------------------------------------------ disk and host memory
     @property
     def checkpoint_bytes(self) -> float:
-        """One checkpoint: weights, fp32 master weights, two moments, and the frozen reference, if
-        any.
+        """One checkpoint: trained weights, their fp32 master weights, two moments, and the frozen
+        reference, if any.
         """
         width = state.WIDTH[self.config.precision.dtype]
         models = state.trained_models(self.config, self.spec).values()
-        trained_elements = sum(state.megatron_elements(model) for model in models)
-        num_bytes = trained_elements * (state.SAVED_OPTIMIZER_BYTES + width)
+        num_trained = sum(state.trained_elements(self.config, model) for model in models)
+        num_bytes = num_trained * (state.SAVED_OPTIMIZER_BYTES + width)
 
         if state.needs_reference_snapshot(self.config):
-            num_bytes += state.megatron_elements(self.spec) * width
+            num_bytes += state.trained_elements(self.config, self.spec) * width
         return num_bytes
 
     @property
@@ -221,7 +221,7 @@ class Plan:
             return num_bytes
 
         most_elements = max(
-            state.rank_parameters(self.spec, self.layout, stage).total
+            state.trained_parameters(self.config, self.spec, self.layout, stage).total
             for stage in range(self.layout.pp)
         )
         return most_elements * state.WIDTH[self.config.precision.dtype] + num_bytes

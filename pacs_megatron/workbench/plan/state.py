@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import LoraOptions, RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec, weight_table
+from pacs_megatron.models.lora import adapter_matrices, all_matrices
 from pacs_megatron.models.table import WeightTable
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
@@ -88,8 +89,23 @@ def trained_models(config: RunConfig, spec: ModelSpec) -> dict[str, ModelSpec]:
     return models
 
 
+def trained_elements(config: RunConfig, spec: ModelSpec) -> int:
+    """Elements of the whole model that are trained: all of them, or those of the adapters."""
+    adapters = config.policy.lora
+    if adapters is None:
+        return megatron_elements(spec)
+    return sum(math.prod(matrix.shape) for matrix in all_matrices(table_of(spec), adapters))
+
+
 def needs_reference_snapshot(config: RunConfig) -> bool:
-    """Whether a frozen copy of the weights is kept (in host memory)."""
+    """Whether a frozen copy of the trained weights is kept (in host memory).
+
+    The reference of new adapters is the model without them, until a reset.
+    """
+    adapters = config.policy.lora
+    is_reset = getattr(config.objective, "reset_every", None) is not None
+    if adapters is not None and adapters.path is None and not is_reset:
+        return False
     objective = build_objective(config.objective, updates_per_step=config.batch.num_updates)
     return "reference" in objective.logprob_passes(0)
 
@@ -156,6 +172,32 @@ def rank_parameters(spec: ModelSpec, layout: Layout, stage: int) -> RankParamete
     return RankParameters(tuple(dense), tuple(experts), shared_embedding)
 
 
+@lru_cache(maxsize=4096)
+def adapter_parameters(
+    spec: ModelSpec, adapters: LoraOptions, layout: Layout, stage: int
+) -> RankParameters:
+    """Sizes of the adapters of one rank of `stage`."""
+    layers = set(layers_of_stage(spec.num_layers, layout, stage))
+    sizes = []
+    for entry in table_of(spec).entries:
+        if entry.layer not in layers:
+            continue
+        for matrix in adapter_matrices(entry, adapters):
+            size = math.prod(matrix.shape)
+            sizes.append(size if matrix.split_dim is None else size // layout.tp)
+    return RankParameters(tuple(sizes), ())
+
+
+def trained_parameters(
+    config: RunConfig, spec: ModelSpec, layout: Layout, stage: int
+) -> RankParameters:
+    """Sizes of the trained tensors of one rank of `stage`: all of them, or the adapters."""
+    adapters = config.policy.lora
+    if adapters is None:
+        return rank_parameters(spec, layout, stage)
+    return adapter_parameters(spec, adapters, layout, stage)
+
+
 def buffer_elements(
     parameters: RankParameters, layout: Layout, *, distributed_optimizer: bool
 ) -> tuple[int, int]:
@@ -220,14 +262,19 @@ def state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) 
 
 def _state_items(config: RunConfig, spec: ModelSpec, layout: Layout, stage: int) -> list[Item]:
     """The items of one model."""
-    parameters = rank_parameters(spec, layout, stage)
+    parameters = trained_parameters(config, spec, layout, stage)
     is_distributed = config.parallel.distributed_optimizer
     dense, experts = buffer_elements(parameters, layout, distributed_optimizer=is_distributed)
     width = WIDTH[config.precision.dtype]
 
     # With the distributed optimizer the parameters are views of buffers with the gradients' shape.
     weights = dense + experts if is_distributed else parameters.total
-    items = [
+    items = []
+    if config.policy.lora is not None:
+        frozen = rank_parameters(spec, layout, stage).total
+        name = f"weights, frozen ({config.precision.dtype})"
+        items.append(Item(name, frozen * width, "exact"))
+    items += [
         Item(f"weights ({config.precision.dtype})", weights * width, "exact"),
         Item("gradients (fp32)", (dense + experts) * 4, "exact"),
     ]
@@ -287,7 +334,8 @@ def host_state_bytes(config: RunConfig, spec: ModelSpec, layout: Layout) -> floa
     saved_bytes = []
     for stage in range(layout.pp):
         parameters_of_models = [
-            rank_parameters(model, layout, stage) for model in trained_models(config, spec).values()
+            trained_parameters(config, model, layout, stage)
+            for model in trained_models(config, spec).values()
         ]
         share = 0
         for parameters in parameters_of_models:

@@ -28,7 +28,12 @@ from pacs_megatron.workbench.plan.memory import (
     sampler_weight_bytes,
     servers_per_feeder,
 )
-from pacs_megatron.workbench.plan.state import WIDTH, most_offloaded_bytes, num_parameters
+from pacs_megatron.workbench.plan.state import (
+    WIDTH,
+    most_offloaded_bytes,
+    num_parameters,
+    trained_elements,
+)
 
 _GB = 1e9
 _TAIL_SEQUENCES = 8
@@ -350,6 +355,22 @@ def _step_forward_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) ->
     return forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
 
 
+def _update_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
+    """FLOPs of forward and backward passes over all samples of a step, without recomputation.
+
+    The gradients of a matrix product's two factors are one product each: 3 forward passes. A frozen
+    matrix has the one of its input.
+    """
+    policy = _step_forward_flops(config, spec, lengths)
+    if config.policy.lora is None:
+        return 3 * policy
+    samples = samples_per_step(config)
+    tokens = samples * lengths.total
+    products = forward_flops(spec, tokens, 0.0, samples * lengths.response)
+    adapters = 2 * trained_elements(config, spec) * tokens
+    return 3 * policy - products + 3 * adapters
+
+
 def _step_expert_copies(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
     """Copies of all tokens of a step that the experts of all layers process in one pass."""
     if spec.moe is None:
@@ -390,8 +411,7 @@ def _update_phase(
         tokens = samples_per_step(config) * lengths.total
         critic = forward_flops(spec, tokens, lengths.total, 0)
 
-    # The gradients of a matrix product's two factors are one product each: 3 forward passes.
-    epoch = 3 * (policy + critic)
+    epoch = _update_flops(config, spec, lengths) + 3 * critic
     layers_frac, head_frac = recomputed_flops(config, spec, lengths)
     again_in_layers = (policy + critic) * layers_frac
     again_in_head = policy * head_frac

@@ -13,6 +13,7 @@ import torch
 
 from pacs_megatron.config import RunConfig
 from pacs_megatron.config.layout import layout_of
+from pacs_megatron.config.schema import LoraOptions
 from pacs_megatron.models import load_spec
 from pacs_megatron.objectives.pacs import PacsOptions
 from pacs_megatron.workbench.plan import activations, state
@@ -162,6 +163,54 @@ def test_bytes_are_exact(case: str, dtype: str, tmp_path: Path) -> None:
         else:
             assert sum(found.moments for found in ranks) == elements * 8
             assert sum(found.masters for found in ranks) == (elements * 4 if dtype == "bf16" else 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("tp2-tied", "bf16"),
+        pytest.param("pp2dp2-distopt-tied", "bf16", marks=pytest.mark.full),
+        pytest.param("moe-ep2-distopt", "bf16", marks=pytest.mark.full),
+        pytest.param("moe-tp2", "fp32", marks=pytest.mark.full),
+    ],
+)
+def test_bytes_with_adapters_are_exact(case: str, dtype: str, tmp_path: Path) -> None:
+    """Frozen weights have no gradient, no moments and no copy."""
+    world, parallel, family, tied = CASES[case]
+    folder = make_family(tmp_path, family, tie_word_embeddings=tied, **SHAPE)
+    spec = load_spec(folder)
+    targets = ["q_proj", "v_proj", "o_proj"]
+    if spec.moe is None:
+        targets += ["up_proj", "down_proj"]
+    adapters: dict[str, Any] = {"rank": 5, "alpha": 7.0, "targets": tuple(targets)}
+    config = run_config(dtype, parallel)
+    policy = config.policy.model_copy(update={"lora": LoraOptions(**adapters)})
+    config = config.model_copy(update={"policy": policy})
+    layout = layout_of(config, world)
+    width = 2 if dtype == "bf16" else 4
+    live = live_bytes(folder, world, dtype, parallel | {"lora": adapters})
+    assert plan_of(config_with_world(config, world), spec).host_bytes_per_rank == 0
+
+    for stage in range(layout.pp):
+        ranks = [found for found in live if found.stage == stage]
+        trained = state.trained_parameters(config, spec, layout, stage)
+        planned = {
+            item.name.split(" (")[0]: item.num_bytes
+            for item in state.state_items(config, spec, layout, stage)
+        }
+        padding = planned["gradients"] / 4 - trained.total
+        for found in ranks:
+            weights = planned["weights, frozen"] + planned["weights"] - padding * width
+            assert found.parameters == weights
+            assert found.gradients == planned["gradients"]
+            assert found.snapshot == trained.total * width
+        if config.parallel.distributed_optimizer:
+            num_elements = trained.total * layout.tp
+            assert sum(found.moments for found in ranks) == num_elements * 8
+        else:
+            assert padding == 0
+            assert all(found.moments == planned["Adam moments"] for found in ranks)
+            assert all(found.masters == planned.get("master weights", 0) for found in ranks)
 
 
 def config_with_world(config: RunConfig, world: int) -> RunConfig:

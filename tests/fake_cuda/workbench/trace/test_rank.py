@@ -54,9 +54,9 @@ def test_a_shipped_run_executes(config: str) -> None:
     live = traced["live_after"]
     assert live["off-load to the host"] < 0.1 * live["update"]
     # The log-probs of the pass, 4 bytes a response token, are freed meanwhile. The digest of the
-    # export keeps its multipliers.
+    # export keeps its multipliers, less than 1 MiB.
     back = live["off-load to the device"]
-    assert back == pytest.approx(live["log-probs: reference"], rel=2e-4)
+    assert back == pytest.approx(live["log-probs: reference"], rel=2e-4, abs=2**20)
     # Only the head and the layers multiply matrices.
     assert traced["flops"]["forward and backward"] > 0
     assert traced["flops"]["optimizer"] == 0

@@ -34,7 +34,9 @@ from pacs_megatron.workbench.plan.state import num_parameters
 
 ROOT = Path(__file__).parents[4]
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
-CLUSTER_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
+GPU_RUNS = [path for path in RUNS if load_config(path).config.resources.gpus_per_node]
+ADAPTER_RUNS = [path for path in GPU_RUNS if path.stem.endswith("-lora")]
+CLUSTER_RUNS = [path for path in GPU_RUNS if path not in ADAPTER_RUNS]
 BIG = ROOT / "configs" / "runs" / "pacs-qwen3-14b-2n8g-tp4.yaml"
 AHEAD = ROOT / "configs" / "runs" / "grpo-qwen3-14b-7n8g-tp2-ahead.yaml"
 
@@ -72,7 +74,7 @@ def test_the_quickstart_can_be_planned_before_it_ran(
     monkeypatch.chdir(tmp_path)  # nothing is made here
     build_config(build_tokenizer()).save_pretrained(tmp_path / "made")
     hybrid.build_config(build_tokenizer()).save_pretrained(tmp_path / "hybrid")
-    for path in sorted(set(RUNS) - set(CLUSTER_RUNS)):
+    for path in sorted(set(RUNS) - set(GPU_RUNS)):
         made = load_spec(tmp_path / ("hybrid" if "hybrid" in path.stem else "made"))
         assert find_spec(load_config(path).config.model.path) == made
         text, fits = run_plan(path, [])
@@ -103,6 +105,24 @@ def test_shipped_configs_plan_and_fit(path: Path) -> None:
     layout = f"ep{parallel.ep}" if parallel.ep > 1 else f"tp{parallel.tp}"
     assert layout in rest or rest.endswith("-tools")
     assert path.stem.endswith("-fp8") == (loaded.config.precision.fp8 is not None)
+
+
+@pytest.mark.parametrize("path", ADAPTER_RUNS, ids=lambda path: path.stem)
+def test_shipped_runs_of_adapters_fit_an_h100_where_full_training_does_not(path: Path) -> None:
+    loaded = load_config(path)
+    config = loaded.config
+    plan = make_plan(loaded)
+    assert plan.fits
+    assert plan.gpu is GPUS["h100"]
+    assert plan.host_bytes_per_rank < 64 * GIB
+    assert config.run.name == path.stem
+    assert config.model.path.split("/")[-1].lower() in path.stem
+    assert f"1n{config.resources.gpus_per_node}g" in path.stem
+    assert config.policy.offload == "all"
+    whole = config.policy.model_copy(update={"lora": None})
+    whole_plan = plan_of(config.model_copy(update={"policy": whole}), plan.spec)
+    assert not whole_plan.fits
+    assert whole_plan.checkpoint_bytes > 50 * plan.checkpoint_bytes
 
 
 @pytest.mark.parametrize("path", CLUSTER_RUNS, ids=lambda path: path.stem)
