@@ -265,7 +265,7 @@ class TracedRank:
         state_dict_utils.validate_sharding_integrity = lambda *_args, **_options: None
         alone = self._group_of_this_rank()
         for model in self.models:
-            has_reference = model.reference is not None
+            has_reference = model.has_snapshot
             name = "checkpoint" if model is self.policy else "critic: checkpoint"
             with tempfile.TemporaryDirectory(prefix="pacs-trace-") as folder:
                 path = Path(folder)
