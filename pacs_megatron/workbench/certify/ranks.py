@@ -3,6 +3,7 @@ recorded samples.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pacs_megatron.batching.tables import single_turn_writers
 from pacs_megatron.checkpoint.hf_folder import HfFolder
 from pacs_megatron.checkpoint.megatron_weights import MegatronWeights, find_checkpoint
-from pacs_megatron.config.schema import RunConfig
+from pacs_megatron.config.schema import LoraOptions, RunConfig
 from pacs_megatron.contracts import (
     Interrupted,
     MiniBatch,
@@ -27,6 +29,8 @@ from pacs_megatron.contracts import (
     Writer,
 )
 from pacs_megatron.convert.convert import ConversionOptions, hf_to_megatron, megatron_to_hf
+from pacs_megatron.convert.convert import export_adapters as export_of_checkpoint
+from pacs_megatron.models.lora import ADAPTER_WEIGHTS
 from pacs_megatron.objectives.distill import DistillOptions
 from pacs_megatron.objectives.ppo import PpoOptions
 from pacs_megatron.objectives.registry import build_objective
@@ -38,8 +42,14 @@ from pacs_megatron.policy.engine import MegatronPolicy, on_host
 from pacs_megatron.policy.microbatch import MicroBatch, UpdateLoss
 from pacs_megatron.rollout.collect import DriverState, StepSamples
 from pacs_megatron.training import saving
-from pacs_megatron.training.context import RunContext, build_critic, build_policy, join
-from pacs_megatron.training.export import export_hf
+from pacs_megatron.training.context import (
+    RunContext,
+    build_critic,
+    build_policy,
+    digest_base,
+    join,
+)
+from pacs_megatron.training.export import export_adapters, export_hf
 from pacs_megatron.training.progress import RunProgress
 from pacs_megatron.training.saver import Saver
 from pacs_megatron.training.signals import StopFlag
@@ -115,7 +125,7 @@ class _RecordedPolicy(MegatronPolicy):
             for chunk in self.chunks:
                 if chunk.ddp_config.use_distributed_optimizer:
                     chunk.start_param_sync(force_sync=True)
-            _write_weights(self, self.folder / name)
+            _write_weights(self, self.folder / name, with_merged=self.adapters is None)
 
     def _replace_weights(self, part: Any, name: str) -> None:
         """Copies the moments `name` of one of Megatron's optimizers into its weights."""
@@ -173,10 +183,13 @@ class _RecordedCritic(Critic):
         return report
 
 
-def _write_weights(model: MegatronPolicy, file: Path) -> None:
-    """Every tensor under its Hugging Face name. Collective."""
+def _write_weights(model: MegatronPolicy, file: Path, *, with_merged: bool = True) -> None:
+    """Every tensor under its Hugging Face name, adapters also under PEFT's. Collective."""
     tensors: dict[str, Any] = {}
-    for name, tensor in model.export_weights():
+    exports = [model.export_weights()] if with_merged else []
+    if model.adapters is not None:
+        exports.append(model.export_adapters())
+    for name, tensor in itertools.chain(*exports):
         # A copy, because the export may use one buffer for several tensors.
         tensors[name] = tensor.float().cpu().numpy().copy()
 
@@ -260,6 +273,8 @@ def attempt(case: Case, folder: Path, number: int) -> None:
         (policy.folder / f"rows_{number}.json").write_text(json.dumps(rows))
     if number:
         export_hf(run, policy, policy.folder / "hf")
+        if policy.adapters is not None:
+            export_adapters(run, policy.folder / "hf_adapters")
         policy.write_moments()
     # An early exit of a rank would reset the connections of other ranks.
     dist.barrier(group=run.rank.control)
@@ -275,6 +290,10 @@ def _build_run(case: Case, folder: Path, number: int) -> RunContext:
 
     run_dir = folder / "run"
     model_dir = folder / "model"
+    base_digest = ""
+    if config.policy.lora is not None:
+        config = _with_adapters_of_case(config, config.policy.lora, folder)
+        base_digest = digest_base(model_dir, channel)
     policy = build_policy(config, run_dir, model_dir, rank, _RecordedPolicy)
     stop = StopFlag(run_dir)
     assert isinstance(policy, _RecordedPolicy)
@@ -301,7 +320,16 @@ def _build_run(case: Case, folder: Path, number: int) -> RunContext:
         timer=Timer(),
         saver=Saver(config, rank),
         stop=stop,
+        base_digest=base_digest,
     )
+
+
+def _with_adapters_of_case(config: RunConfig, adapters: LoraOptions, folder: Path) -> RunConfig:
+    """The configuration with the case's model and first adapters, which a checkpoint names."""
+    options = adapters.model_copy(update={"path": str(folder / "adapters")})
+    policy = config.policy.model_copy(update={"lora": options})
+    model = config.model.model_copy(update={"path": str(folder / "model")})
+    return config.model_copy(update={"policy": policy, "model": model})
 
 
 def _case_objective(config: RunConfig, folder: Path) -> CommonOptions:
@@ -336,6 +364,16 @@ def convert(folder: Path) -> None:
         megatron_to_hf(critic, ConversionOptions(out=product / "critic_to_hf"), step=None)
         sources["critic to-hf"] = HfFolder(product / "critic_to_hf")
 
+    adapters: dict[str, dict[str, Tensor]] = {}
+    if (product / "hf_adapters").is_dir():
+        export_of_checkpoint(find_checkpoint(folder / "run", None), product / "to_hf_adapters")
+        of_run = load_file(product / "hf_adapters" / ADAPTER_WEIGHTS)
+        of_checkpoint = load_file(product / "to_hf_adapters" / ADAPTER_WEIGHTS)
+        # A conversion of merged weights has none.
+        adapters = dict.fromkeys(sources, of_checkpoint) | {"export": of_run}
+
     for name, source in sources.items():
         tensors: dict[str, Any] = {key: source.get(key).float().numpy() for key in source.names}
+        for key, tensor in adapters.get(name, {}).items():
+            tensors[key] = tensor.float().numpy()
         np.savez(product / f"{name}.npz", **tensors)

@@ -50,7 +50,7 @@ class Reference:
 
         clip = self.case["clip_grad"]
         total = self.case["steps"] * self.planned_updates()
-        self.model = Model(folder / "model", self.case["temperature"])
+        self.model = Model(folder / "model", self.case["temperature"], self.case["lora"])
         self.adam = Adam(self.model.parameters, self.case["optimizer"], clip, total)
         self.frozen = self.model.copy()
         """weights of the frozen reference"""
@@ -269,7 +269,7 @@ class Reference:
         self, step: Step, rows: list[int], starts: PerSample, frozen: PerSample
     ) -> float:
         """The norm of the gradient of a mini-batch at the first weights."""
-        self.model.model.zero_grad()
+        self.model.zero_grad()
         own = self.update_logprobs(step, rows)
         batch = self._minibatch(step, rows, own, starts, frozen)
         self._estimate(step, 0, batch)
@@ -355,7 +355,7 @@ class Reference:
             metrics[f"{self.options['name']}/truncated_frac"] = (truncated_frac, count)
 
         files = {name: torch.cat(values).detach().numpy() for name, values in arrays.items()}
-        for name, weight in self.model.named(self.model.parameters).items():
+        for name, weight in self.model.weights().items():
             files[f"weight {name}"] = weight
         numbers = {
             "critic": critic_metrics,
@@ -390,7 +390,7 @@ class Reference:
         Returns:
             (mini-batch, this model's own log-probs by their kind).
         """
-        self.model.model.zero_grad()
+        self.model.zero_grad()
         needs_start_pass, _ = self._passes(index)["passes/step_start"]
         own, entropies = self.update_logprobs(step, rows, replays=needs_start_pass > 0)
 
@@ -452,7 +452,7 @@ class Reference:
         if self.critic is None:
             return {}, {}
 
-        self.critic.model.zero_grad()
+        self.critic.zero_grad()
         values = self._values(self.critic, step, rows)
         starts = [self.start_values[row] for row in rows]
         returns = [self.returns[row] for row in rows]

@@ -3,6 +3,7 @@
 It imports nothing of pacs_megatron.
 """
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 CRITIC = "critic"
 """Name of the critic's folder, beside the policy's folder"""
+ADAPTERS = "adapters"
+"""Name of the folder of the first adapters, beside the policy's folder"""
 TEACHER = "teacher"
 """Name of the teacher's folder, beside the policy's folder"""
 
@@ -27,7 +31,9 @@ class Model:
     `named` gives parameters and their moments the names of a checkpoint.
     """
 
-    def __init__(self, folder: Path, temperature: float) -> None:
+    def __init__(
+        self, folder: Path, temperature: float, lora: Mapping[str, Any] | None = None
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
         kind = AutoModelForTokenClassification if folder.name == CRITIC else AutoModelForCausalLM
@@ -49,6 +55,12 @@ class Model:
                 self.routers.append(_Router(module))
         self.temperature = temperature
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        """those that are trained"""
+        self.scale = 0.0
+        """alpha / rank of the adapters; 0: none"""
+        if lora is not None:
+            self.scale = lora["alpha"] / lora["rank"]
+            self.parameters = self._adapt(folder.with_name(ADAPTERS))
         self.certainty = torch.empty(0)
         """[response], nats, of the last sample"""
         self.token_logit = torch.empty(0)
@@ -94,6 +106,48 @@ class Model:
         tokens = torch.from_numpy(ids.astype(np.int64))
         logits: Tensor = self.model(tokens[None], use_cache=False).logits
         return logits[0, prompt_len - 1 : -1]
+
+    def _adapt(self, folder: Path) -> dict[str, Tensor]:
+        """Freezes the model and adds the term alpha / rank * B A x to each layer that has an A and
+        a B in `folder` (Hu et al. 2021, section 4.1).
+
+        Returns:
+            A and B by PEFT's names.
+        """
+        self.model.requires_grad_(False)
+        matrices = {}
+        for name, values in load_file(folder / "adapter_model.safetensors").items():
+            matrices[name] = values.double().requires_grad_()
+
+        def add_term(prefix: str, _layer: Any, inputs: Any, output: Tensor) -> Tensor:
+            low: Tensor = inputs[0] @ matrices[f"{prefix}.lora_A.weight"].T
+            return output + self.scale * (low @ matrices[f"{prefix}.lora_B.weight"].T)
+
+        for name, layer in self.model.named_modules():
+            prefix = _peft_name(name)
+            if f"{prefix}.lora_A.weight" in matrices:
+                layer.register_forward_hook(partial(add_term, prefix))
+        return matrices
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Any]:
+        """The trained parameters, and with adapters also the merged weights, as arrays."""
+        arrays = self.named(self.parameters)
+        if not self.scale:
+            return arrays
+        merged = {}
+        for name, weight in self.model.named_parameters():
+            prefix = _peft_name(name.removesuffix(".weight"))
+            merged[name] = weight
+            if f"{prefix}.lora_A.weight" in self.parameters:
+                up = self.parameters[f"{prefix}.lora_B.weight"]
+                down = self.parameters[f"{prefix}.lora_A.weight"]
+                merged[name] = weight + self.scale * up @ down
+        return arrays | self.named(merged)
 
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Parameters, or their moments, as arrays under the names of a checkpoint.
@@ -251,9 +305,16 @@ class _Router:
         return logits, weights, self.chosen
 
 
-def random_model(folder: Path, seed: int, *, objective: str) -> None:
+def _peft_name(module: str) -> str:
+    """PEFT's name of a module."""
+    return f"base_model.model.{module}"
+
+
+def random_model(
+    folder: Path, seed: int, *, objective: str, lora: Mapping[str, Any] | None = None
+) -> None:
     """Writes random weights for the config.json in `folder`, and beside it those of the critic or
-    the teacher of `objective`; their range is wide enough to show errors.
+    the teacher of `objective`, and adapters; their range is wide enough to show errors.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -268,6 +329,35 @@ def random_model(folder: Path, seed: int, *, objective: str) -> None:
         critic_config = AutoConfig.from_pretrained(folder, num_labels=1)
         _write_random(AutoModelForTokenClassification, critic_config, folder.with_name(CRITIC))
     (folder / "config.json").write_text(config_text)
+    if lora is not None:
+        _write_adapters(folder, lora)
+
+
+def _write_adapters(folder: Path, lora: Mapping[str, Any]) -> None:
+    """Writes PEFT's folder for the model in `folder`, beside it: A is random, B is 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tensors = {}
+    for name, layer in model.named_modules():
+        is_expert = ".experts." in name
+        if name.rpartition(".")[2] in lora["targets"] and not is_expert:
+            outputs, inputs = layer.weight.shape
+            down = torch.empty(lora["rank"], inputs).normal_(std=0.3)
+            tensors[f"{_peft_name(name)}.lora_A.weight"] = down
+            tensors[f"{_peft_name(name)}.lora_B.weight"] = torch.zeros(outputs, lora["rank"])
+
+    target = folder.with_name(ADAPTERS)
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "target_modules": list(lora["targets"]),
+        "bias": "none",
+    }
+    (target / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _write_random(kind: Any, config: Any, folder: Path) -> None:

@@ -26,7 +26,7 @@ from pacs_megatron.runtime.run_lock import RunLock
 from pacs_megatron.runtime.waiting import report_wait
 from pacs_megatron.workbench.certify.certificate import Certificate
 from pacs_megatron.workbench.certify.compare import Deviations, compare
-from pacs_megatron.workbench.certify.samples import write_samples
+from pacs_megatron.workbench.certify.samples import lora_content, write_samples
 from pacs_megatron.workbench.certify.shrink import Case, shrink
 from pacs_megatron.workbench.plan.known_models import need_config
 
@@ -208,7 +208,12 @@ def _prepare(case: Case, work: Path, seed: int) -> None:
     from pacs_megatron.workbench.certify.reference import Reference
     from pacs_megatron.workbench.certify.reference_model import random_model
 
-    random_model(work / "model", seed, objective=case.config.objective.name)
+    random_model(
+        work / "model",
+        seed,
+        objective=case.config.objective.name,
+        lora=lora_content(case.config),
+    )
     Reference(work).prepare()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.workbench.certify import shrink
 from pacs_megatron.workbench.certify.shrink import Case
 
@@ -125,6 +126,12 @@ def _sample_ids(step: int, groups: np.ndarray) -> list[str]:
     return ids
 
 
+def lora_content(config: RunConfig) -> dict[str, Any] | None:
+    """`policy.lora` in case.json; None if all weights are trained."""
+    adapters = config.policy.lora
+    return None if adapters is None else adapters.model_dump(mode="json")
+
+
 def _case_content(case: Case, ids: dict[int, list[str]]) -> dict[str, Any]:
     config = case.config
     return {
@@ -137,6 +144,7 @@ def _case_content(case: Case, ids: dict[int, list[str]]) -> dict[str, Any]:
         "mismatch_threshold": config.mismatch.threshold,
         "step_start_entropy": config.logging.step_start_entropy,
         "is_sampled": config.rollout.is_sampled,
+        "lora": lora_content(config),
         "steps": case.steps,
         "ids": ids,
     }

@@ -28,6 +28,7 @@ MAX_EPOCHS = 2
 _MAX_GROUP = 4
 """Most samples of a group that the case keeps."""
 _MAX_RANKS = 8
+_MAX_RANK_OF_ADAPTERS = 3
 _ON_CPU = ("overlap_grad_reduce", "overlap_param_gather")
 """Options of `parallel.megatron` that need no GPU."""
 _NOT_OF_TINY_MODELS = (
@@ -252,6 +253,7 @@ def _changes(
         "parallel": {},
         "precision": {},
         "objective": _objective_changes(config),
+        "policy": _policy_changes(config),
     }
     if on_cpu:
         changed["precision"] = {"dtype": "fp32", "fp8": None}
@@ -285,6 +287,16 @@ def _optimizer_changes(config: RunConfig) -> dict[str, Any]:
         "weight_decay": 10 * optimizer.weight_decay,
         "warmup_updates": min(optimizer.warmup_updates, 3),
     }
+
+
+def _policy_changes(config: RunConfig) -> dict[str, Any]:
+    """Adapters of a small rank with the same alpha / rank."""
+    adapters = config.policy.lora
+    if adapters is None:
+        return {}
+    rank = min(adapters.rank, _MAX_RANK_OF_ADAPTERS)
+    changed = {"rank": rank, "alpha": adapters.alpha * rank / adapters.rank, "path": None}
+    return {"lora": adapters.model_dump(mode="json") | changed}
 
 
 def _objective_changes(config: RunConfig) -> dict[str, Any]:

@@ -120,12 +120,40 @@ def test_a_span_one_token_late_turns_it_red(
 
 
 @pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {"parallel": {"tp": 2, "sequence_parallel": True}}),
+        pytest.param(
+            "qwen2",
+            {
+                "run": {"nproc": 4},
+                "parallel": {"pp": 2, "distributed_optimizer": True},
+                "objective": {"name": "pacs", "reference": "frozen", "reset_every": 2},
+            },
+            marks=pytest.mark.full,
+        ),
+        pytest.param("qwen3_moe", {"parallel": {"ep": 2}}, marks=pytest.mark.full),
+    ],
+    ids=["tp2-sp", "pp2-reset", "moe-ep2"],
+)
+def test_adapters_are_green(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Against LoRA by hand, from adapters whose B is 0; the reference is the frozen model."""
+    adapters: dict[str, Any] = {"rank": 8, "alpha": 20.0}
+    if family == "qwen3_moe":
+        adapters["targets"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    frozen = {"objective": {"name": "pacs", "reference": "frozen"}}
+    certificate = run(tmp_path, frozen | changes | {"policy": {"lora": adapters}}, family)
+    assert certificate.is_green, certificate.line()
+
+
+@pytest.mark.parametrize(
     "name",
     in_tiers(
         INJECTED_ERRORS,
         "slope of wrong responses 2 % low",
         "moments are not restored",
         "gate and up are swapped",
+        "the gradient of a replicated matrix is not summed",
     ),
 )
 def test_an_injected_error_turns_it_red_by_a_number(

@@ -5,6 +5,7 @@ number.
 import math
 import re
 
+from tests.support.policies.injected_errors.adapters import ADAPTER_ERRORS
 from tests.support.policies.injected_errors.batching import BATCHING_ERRORS
 from tests.support.policies.injected_errors.conversion import CONVERSION_ERRORS
 from tests.support.policies.injected_errors.injection import InjectedError
@@ -22,6 +23,7 @@ INJECTED_ERRORS: dict[str, InjectedError] = {
     **OPTIMIZER_ERRORS,
     **RESUME_ERRORS,
     **CONVERSION_ERRORS,
+    **ADAPTER_ERRORS,
 }
 
 
