@@ -1,12 +1,13 @@
 """Samples as flat arrays, SampleFacts and TokenBuffers: conversion, selection and transport."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from pacs_megatron.config.schema import RoutingKind
 from pacs_megatron.contracts import Group, Sample, SampleFacts, Stop, TokenBuffers, Writer
+from pacs_megatron.contracts.pieces import Pieces
 from pacs_megatron.errors import RolloutError
 
 FACTS = (
@@ -21,9 +22,34 @@ FACTS = (
 """arrays of SampleFacts that ranks exchange"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPieces:
+    """TokenBuffers whose long columns are in pieces, one for each sample, without a copy."""
+
+    index: np.ndarray
+    token_ids: Pieces
+    offsets: np.ndarray
+    writers: Pieces
+    sampler_logprobs: Pieces
+    response_offsets: np.ndarray
+    routes: Pieces | None = None
+
+    def joined(self) -> TokenBuffers:
+        """The buffers, copied."""
+        return TokenBuffers(
+            index=self.index,
+            token_ids=self.token_ids.joined(),
+            offsets=self.offsets,
+            writers=self.writers.joined(),
+            sampler_logprobs=self.sampler_logprobs.joined(),
+            response_offsets=self.response_offsets,
+            routes=None if self.routes is None else self.routes.joined(),
+        )
+
+
 def tabulate(
     groups: Sequence[Group], routing: RoutingKind = "own"
-) -> tuple[SampleFacts, TokenBuffers]:
+) -> tuple[SampleFacts, TokenPieces]:
     """The facts and tokens of admitted, labelled groups.
 
     The order is that of `groups`, and within a group that of its samples.
@@ -58,8 +84,8 @@ def tabulate(
 
     routes = None
     if routing != "own" and samples:
-        routes = np.concatenate([_routes_of(sample) for sample in samples])
-    tokens = _buffers(
+        routes = [_routes_of(sample) for sample in samples]
+    tokens = _pieces(
         index=np.arange(len(samples)),
         token_ids=[sample.token_ids for sample in samples],
         writers=[sample.writers for sample in samples],
@@ -79,34 +105,39 @@ def _routes_of(sample: Sample) -> np.ndarray:
     return sample.routes
 
 
-def _buffers(
+def _pieces(
     index: np.ndarray,
     token_ids: Sequence[np.ndarray],
     writers: Sequence[np.ndarray],
     logprobs: Sequence[np.ndarray],
-    routes: np.ndarray | None,
-) -> TokenBuffers:
-    """The buffers of m samples.
+    routes: Sequence[np.ndarray] | None,
+) -> TokenPieces:
+    """The pieces of m samples.
 
     Args:
         index: [m], row of each sample in the facts.
         token_ids: [prompt + response] of each sample.
         writers: [prompt + response] of each sample.
         logprobs: of the policy's tokens of each sample, the sampler's, nats.
-        routes: [sum of (prompt + response - 1), layers, top k], the sampler's experts.
+        routes: [prompt + response - 1, layers, top k] of each sample, the sampler's experts; not
+            empty.
     """
-    all_ids, offsets = flat(token_ids, np.int32)
-    all_writers, _ = flat(writers, np.uint8)
-    all_logprobs, response_offsets = flat(logprobs, np.float32)
-    return TokenBuffers(
+    return TokenPieces(
         index=np.asarray(index, dtype=np.int64),
-        token_ids=all_ids,
-        offsets=offsets,
-        writers=all_writers,
-        sampler_logprobs=all_logprobs,
-        response_offsets=response_offsets,
-        routes=routes,
+        token_ids=_column(token_ids, np.int32),
+        offsets=_offsets(token_ids),
+        writers=_column(writers, np.uint8),
+        sampler_logprobs=_column(logprobs, np.float32),
+        response_offsets=_offsets(logprobs),
+        routes=None if routes is None else Pieces(routes),
     )
+
+
+def _column(parts: Sequence[np.ndarray], dtype: type) -> Pieces:
+    """The pieces, as `dtype`; an empty one without parts."""
+    if not parts:
+        return Pieces([np.empty(0, dtype=dtype)])
+    return Pieces([part.astype(dtype, copy=False) for part in parts])
 
 
 def select_tokens(
@@ -134,12 +165,12 @@ def select_tokens(
         start, stop = tokens.response_offsets[position : position + 2]
         logprobs.append(tokens.sampler_logprobs[start:stop])
 
-    routes = tokens.routes
-    if routes is not None:
+    routes = None
+    if tokens.routes is not None:
         pieces = [tokens.routes_of(int(position)) for position in positions]
         # The empty piece has the dtype and the shape of the result if there are no positions.
-        routes = np.concatenate([routes[:0], *pieces])
-    return _buffers(new_index, token_ids, writers, logprobs, routes)
+        routes = [tokens.routes[:0], *pieces]
+    return _pieces(new_index, token_ids, writers, logprobs, routes).joined()
 
 
 def single_turn_writers(prompt_lens: np.ndarray, response_lens: np.ndarray) -> np.ndarray:
@@ -161,8 +192,8 @@ def facts_to_arrays(facts: SampleFacts) -> dict[str, np.ndarray]:
     return {name: getattr(facts, name) for name in FACTS}
 
 
-def tokens_to_arrays(tokens: TokenBuffers) -> dict[str, np.ndarray]:
-    """Arrays for transport. `TokenBuffers(**arrays)` is the inverse."""
+def tokens_to_arrays(tokens: TokenBuffers | TokenPieces) -> dict[str, np.ndarray | Pieces]:
+    """Arrays for transport. `TokenBuffers(**arrays)` is the inverse, of arrays that arrived."""
     arrays = {}
     for field in fields(tokens):
         value = getattr(tokens, field.name)
@@ -196,8 +227,11 @@ def flat(parts: Sequence[np.ndarray], dtype: type) -> tuple[np.ndarray, np.ndarr
         [sum of lengths], of `dtype`.
         int64 [parts + 1], the start of each part, and the end of the last one.
     """
-    lens = [len(part) for part in parts]
-    offsets = np.cumsum([0, *lens], dtype=np.int64)
     if not parts:
-        return np.empty(0, dtype=dtype), offsets
-    return np.concatenate(parts).astype(dtype, copy=False), offsets
+        return np.empty(0, dtype=dtype), _offsets(parts)
+    return np.concatenate(parts).astype(dtype, copy=False), _offsets(parts)
+
+
+def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 [parts + 1], the start of each part, and the end of the last one."""
+    return np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pacs_megatron.contracts.pieces import Pieces, ToSend
+
 Arrays = Mapping[str, np.ndarray]
 Layout = Mapping[str, Sequence[Any]]
 """Name -> dtype and shape of each array, in the order of the buffer; JSON values"""
@@ -22,18 +24,21 @@ _ALIGNMENT = 8
 """bytes; the largest item of an array"""
 
 
-def layout_of(arrays: Arrays) -> dict[str, Sequence[Any]]:
+def layout_of(arrays: ToSend) -> dict[str, Sequence[Any]]:
     """The layout of the arrays, from which `views` restores them."""
     return {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
 
 
-def padded_bytes(arrays: Arrays) -> list[np.ndarray]:
+def padded_bytes(arrays: ToSend) -> list[np.ndarray]:
     """The bytes of the arrays, uint8, each followed by its padding; views of contiguous arrays."""
     parts = []
     for array in arrays.values():
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        parts.append(data)
-        parts.append(np.zeros(-len(data) % _ALIGNMENT, np.uint8))
+        size = 0
+        for piece in array.pieces if isinstance(array, Pieces) else (array,):
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            parts.append(data)
+            size += len(data)
+        parts.append(np.zeros(-size % _ALIGNMENT, np.uint8))
     return parts
 
 
@@ -55,7 +60,7 @@ def views(data: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
     return arrays
 
 
-def pack_arrays(arrays: Arrays) -> np.ndarray:
+def pack_arrays(arrays: ToSend) -> np.ndarray:
     """The arrays as one buffer, uint8."""
     layout = json.dumps(layout_of(arrays)).encode()
     layout += b" " * (-len(layout) % _ALIGNMENT)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from pacs_megatron import errors
+from pacs_megatron.contracts.pieces import ToSend
 from pacs_megatron.rollout.sample_arrays import Message
-from pacs_megatron.rollout.wire import Arrays, Connection, OnWait
+from pacs_megatron.rollout.wire import Connection, OnWait
 from pacs_megatron.runtime.environment import VISIBLE_GPUS, visible_gpus
 from pacs_megatron.runtime.processes import is_stopped
 from pacs_megatron.runtime.waiting import report_wait
@@ -88,20 +89,20 @@ class DriverClient:
         theirs.close()
         self._connection = Connection(ours, "rollout driver", timeout_s)
 
-    def call(self, header: Mapping[str, Any], arrays: Arrays = None) -> Message:
+    def call(self, header: Mapping[str, Any], arrays: ToSend | None = None) -> Message:
         """Sends a request and returns its response. Raises the driver's error, or RolloutError."""
         self.send(header, arrays)
         return self.receive()
 
     def send(
-        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+        self, header: Mapping[str, Any], arrays: ToSend | None = None, on_wait: OnWait = None
     ) -> None:
         """Sends a request. `reply` sends data for the open request."""
         self._number += 1
         self.reply(header, arrays, on_wait)
 
     def reply(
-        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+        self, header: Mapping[str, Any], arrays: ToSend | None = None, on_wait: OnWait = None
     ) -> None:
         """Sends data for the open request.
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pacs_megatron.rollout.sample_arrays import Message, requests_to_message, turns_to_message
+from pacs_megatron.rollout.sample_arrays import Reply, requests_to_message, turns_to_message
 from pacs_megatron.rollout.step_agents import StepAgents
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 
@@ -28,7 +28,7 @@ class OpenRequest:
         self,
         number: int,
         rollouts: StepRollouts,
-        respond: Callable[[StepRollouts], Message],
+        respond: Callable[[StepRollouts], Reply],
         for_ranks: Sequence[StepRollouts] = (),
         refill: Callable[[StepRollouts], Sequence[StepRollouts] | None] = lambda _rollouts: None,
         agents: StepAgents | None = None,
@@ -57,7 +57,7 @@ class OpenRequest:
         self._reported = (0, 0, False)
         self._reported_at = 0.0
 
-    def advance(self) -> Message | None:
+    def advance(self) -> Reply | None:
         """The next message to rank 0, or None. Raises the error of the rollouts."""
         if self._in_ranks is not None:
             return None
@@ -100,7 +100,7 @@ class OpenRequest:
         self._in_ranks = None
         return rollouts
 
-    def _progress(self) -> Message | None:
+    def _progress(self) -> Reply | None:
         """A progress message, at most one per second and only after a change, because each restarts
         rank 0's timeout.
         """

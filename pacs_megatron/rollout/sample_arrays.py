@@ -28,10 +28,13 @@ from pacs_megatron.contracts import (
     Stop,
     ToolCall,
 )
+from pacs_megatron.contracts.pieces import ToSend
 from pacs_megatron.runtime.files import write_atomically
 
 Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 """JSON header and flat arrays"""
+Reply = tuple[dict[str, Any], ToSend]
+"""A message of the driver, which arrives as a Message"""
 
 
 def requests_to_message(prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> Message:

@@ -26,7 +26,7 @@ from pacs_megatron.rollout.judging import Judge
 from pacs_megatron.rollout.passk import count_problem
 from pacs_megatron.rollout.resampling import is_rescued
 from pacs_megatron.rollout.run_prompts import RunPrompts
-from pacs_megatron.rollout.sample_arrays import Message, write_record
+from pacs_megatron.rollout.sample_arrays import Message, Reply, write_record
 from pacs_megatron.rollout.step_rollouts import (
     SentWeights,
     StepRollouts,
@@ -62,7 +62,7 @@ class StepResults:
         admitted = admit([group], self._config.admission, min_group_size=self._min_group_size)
         return bool(admitted.groups)
 
-    def step(self, rollouts: StepRollouts, sent: SentWeights) -> Message:
+    def step(self, rollouts: StepRollouts, sent: SentWeights) -> Reply:
         """The admitted samples of a step, with metrics.
 
         Returns the prompts of unfinished groups to the data. Raises RewardError if too many samples

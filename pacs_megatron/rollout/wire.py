@@ -9,11 +9,12 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from pacs_megatron.contracts.pieces import ToSend
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.parallel.transfer import layout_of, padded_bytes, views
 
@@ -22,7 +23,6 @@ _CHUNK = 1 << 20
 _ON_WAIT_S = 1.0
 _LAYOUT = "layout"
 """key of the arrays' layout in a header"""
-Arrays = Mapping[str, np.ndarray] | None
 OnWait = Callable[[], None] | None
 
 
@@ -41,7 +41,7 @@ class Connection:
         return self._sock.fileno()
 
     def send(
-        self, header: Mapping[str, Any], arrays: Arrays = None, on_wait: OnWait = None
+        self, header: Mapping[str, Any], arrays: ToSend | None = None, on_wait: OnWait = None
     ) -> None:
         """Sends a message. Calls `on_wait` every second until the peer reads.
 
@@ -53,8 +53,8 @@ class Connection:
         prefix = _PREFIX.pack(len(head), sum(len(part) for part in parts))
         with self._peer_errors():
             self._send_all(memoryview(prefix + head), on_wait)
-            for part in parts:
-                self._send_all(part.data, on_wait)
+            for block in _blocks(parts):
+                self._send_all(block.data, on_wait)
 
     def poll(self, timeout_s: float) -> bool:
         """Whether data or the end of the stream arrives within `timeout_s`."""
@@ -107,3 +107,24 @@ class Connection:
             raise RolloutError(
                 f"the {self._peer} has ended unexpectedly; see its log in the run's folder"
             ) from error
+
+
+def _blocks(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same bytes. Small parts are copied together, up to _CHUNK bytes, for fewer calls of the
+    kernel; a large one is not copied.
+    """
+    block: list[np.ndarray] = []
+    size = 0
+    for part in parts:
+        if size + len(part) > _CHUNK and block:
+            yield _joined(block)
+            block = []
+            size = 0
+        block.append(part)
+        size += len(part)
+    if block:
+        yield _joined(block)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -159,7 +159,8 @@ class Sampler:
                 label = int(sum(text.encode()) % 2 == 1 and sample.stop is not Stop.LENGTH)
                 judged.append(label_sample(sample, float(label), label))
             groups.append(Group(prompt_id=judged[0].prompt_id, samples=tuple(judged)))
-        return *tabulate(groups), texts
+        facts, tokens = tabulate(groups)
+        return facts, tokens.joined(), texts
 
 
 @pytest.mark.full

@@ -21,8 +21,14 @@ from pacs_megatron.batching.tables import (
 )
 from pacs_megatron.contracts import Group, Layout, Sample, SampleFacts, Stop, TokenBuffers
 from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
 
 BUDGET = 64
+
+
+def received(tokens: TokenBuffers) -> dict[str, np.ndarray]:
+    """The arrays as another rank receives them."""
+    return unpack_arrays(pack_arrays(tokens_to_arrays(tokens)))
 
 
 @st.composite
@@ -151,7 +157,8 @@ def test_tables_keep_every_sample_and_survive_the_wire() -> None:
         Group(prompt_id="p0", samples=tuple(samples[:2])),
         Group(prompt_id="p1", samples=tuple(samples[2:])),
     ]
-    facts, tokens = tabulate(groups)
+    facts, pieces = tabulate(groups)
+    tokens = pieces.joined()
     assert facts.groups.tolist() == [0, 0, 1, 1] and facts.truncated.tolist() == [
         False,
         True,
@@ -159,9 +166,7 @@ def test_tables_keep_every_sample_and_survive_the_wire() -> None:
         False,
     ]
     facts = SampleFacts(ids=facts.ids, **facts_to_arrays(facts))
-    tokens = TokenBuffers(
-        **tokens_to_arrays(select_tokens(tokens, np.array([3, 1]), np.array([3, 1])))
-    )
+    tokens = TokenBuffers(**received(select_tokens(tokens, np.array([3, 1]), np.array([3, 1]))))
     for position, row in enumerate((3, 1)):
         assert facts.ids[row] == samples[row].id and tokens.index[position] == row
         own = slice(int(tokens.offsets[position]), int(tokens.offsets[position + 1]))
@@ -181,10 +186,8 @@ def test_the_experts_of_a_sample_go_with_its_tokens() -> None:
         Group(prompt_id="p0", samples=tuple(samples[2:])),
         Group(prompt_id="p1", samples=tuple(samples[:2])),
     ]
-    _, tokens = tabulate(groups, "replay_sampler")
-    mine = TokenBuffers(
-        **tokens_to_arrays(select_tokens(tokens, np.array([3, 0]), np.array([3, 0])))
-    )
+    tokens = tabulate(groups, "replay_sampler")[1].joined()
+    mine = TokenBuffers(**received(select_tokens(tokens, np.array([3, 0]), np.array([3, 0]))))
     np.testing.assert_array_equal(mine.routes_of(0), routes[1])
     np.testing.assert_array_equal(mine.routes_of(1), routes[2])
     none = select_tokens(tokens, np.array([], np.int64), np.array([], np.int64))
@@ -198,7 +201,8 @@ def test_the_experts_of_a_sample_go_with_its_tokens() -> None:
 
 
 def test_no_samples_are_no_parts() -> None:
-    facts, tokens = tabulate([])
+    facts, pieces = tabulate([])
+    tokens = pieces.joined()
     assert split_by_group(facts, 3) == []
     assert facts.ids == () and facts.num_samples == 0
     assert len(tokens.token_ids) == 0

@@ -11,8 +11,10 @@ from pacs_megatron.batching.tables import (
     select_tokens,
     single_turn_writers,
     tabulate,
+    tokens_to_arrays,
 )
 from pacs_megatron.contracts import Group, Sample, Stop
+from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
 
 
 def sample_of(name: str, *, prompt_len: int, response: list[int], **facts: object) -> Sample:
@@ -66,7 +68,8 @@ def test_tokens_of_the_environment_are_no_response_tokens() -> None:
         environment=((1, 3),),
         sampler_logprobs=np.array([-1.0, 0.0, 0.0, -2.0], np.float32),
     )
-    facts, tokens = tabulate([GROUPS[0], Group(prompt_id="b", samples=(turns,))])
+    facts, pieces = tabulate([GROUPS[0], Group(prompt_id="b", samples=(turns,))])
+    tokens = pieces.joined()
     assert facts.response_lens.tolist() == [1, 2, 2]
     assert facts.environment_lens.tolist() == [0, 0, 2]
     assert facts.lens.tolist() == [3, 4, 5]
@@ -78,7 +81,7 @@ def test_tokens_of_the_environment_are_no_response_tokens() -> None:
 
 
 def test_tokens_and_log_probs_are_those_of_their_sample() -> None:
-    _, tokens = tabulate(GROUPS)
+    tokens = tabulate(GROUPS)[1].joined()
     assert tokens.token_ids.tolist() == [0, 1, 7, 0, 1, 8, 9, 0, 4]
     assert tokens.offsets.tolist() == [0, 3, 7, 9]
     assert tokens.sampler_logprobs.tolist() == [-3.5, -4.0, -4.5, -2.0]
@@ -90,6 +93,27 @@ def test_tokens_and_log_probs_are_those_of_their_sample() -> None:
     assert selected.sampler_logprobs.tolist() == [-2.0, -3.5]
 
 
+def test_pieces_are_the_samples_own_arrays() -> None:
+    """A step is gigabytes: a copy of it would double the driver's memory."""
+    tokens = tabulate(GROUPS)[1]
+    samples = [*GROUPS[0].samples, *GROUPS[1].samples]
+    for ids, logprobs, one in zip(
+        tokens.token_ids.pieces, tokens.sampler_logprobs.pieces, samples, strict=True
+    ):
+        assert np.shares_memory(ids, one.token_ids)
+        assert np.shares_memory(logprobs, one.sampler_logprobs)
+
+
+def test_pieces_arrive_as_the_joined_columns() -> None:
+    tokens = tabulate(GROUPS)[1]
+    arrived = unpack_arrays(pack_arrays(tokens_to_arrays(tokens)))
+    joined = tokens_to_arrays(tokens.joined())
+    assert set(arrived) == set(joined)
+    for name, values in arrived.items():
+        np.testing.assert_array_equal(values, joined[name], strict=True)
+
+
 def test_no_groups() -> None:
-    facts, tokens = tabulate(())
+    facts, pieces = tabulate(())
+    tokens = pieces.joined()
     assert facts.ids == () and facts.rewards.shape == (0,) and tokens.token_ids.shape == (0,)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pacs_megatron.contracts.pieces import Pieces
 from pacs_megatron.parallel.transfer import (
     all_gather_by_index,
     broadcast_arrays,
@@ -47,6 +48,16 @@ def test_pack_and_unpack_are_inverse(arrays: dict[str, np.ndarray]) -> None:
 def test_a_transposed_array_keeps_its_values() -> None:
     array = np.arange(12).reshape(3, 4).T
     np.testing.assert_array_equal(unpack_arrays(pack_arrays({"x": array}))["x"], array)
+
+
+def test_pieces_arrive_as_one_array() -> None:
+    """Also with padding after an odd number of bytes, and with an empty piece."""
+    whole = np.arange(21, dtype=np.int16).reshape(7, 3)
+    pieces = Pieces([whole[:2], whole[2:2], whole[2:]])
+    arrived = unpack_arrays(pack_arrays({"x": pieces, "after": np.array([1, 2])}))
+    np.testing.assert_array_equal(arrived["x"], whole, strict=True)
+    assert arrived["after"].tolist() == [1, 2]
+    np.testing.assert_array_equal(pieces.joined(), whole, strict=True)
 
 
 def example(rank: int) -> dict[str, np.ndarray]:

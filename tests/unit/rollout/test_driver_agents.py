@@ -16,9 +16,11 @@ from pacs_megatron.config import load_config
 from pacs_megatron.contracts import SampleFacts, TokenBuffers, Writer
 from pacs_megatron.errors import AgentError, ConfigError
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
+from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
 from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.sample_arrays import (
     Message,
+    Reply,
     requests_from_message,
     samples_to_message,
 )
@@ -132,8 +134,10 @@ def trainer(tmp_path: Path, model: Path) -> Iterator[Callable[..., Trainer]]:
         one.close()
 
 
-def facts_and_tokens(message: Message) -> tuple[SampleFacts, TokenBuffers]:
-    header, arrays = message
+def facts_and_tokens(reply: Reply) -> tuple[SampleFacts, TokenBuffers]:
+    """The step's columns as rank 0 receives them."""
+    header, sent = reply
+    arrays = unpack_arrays(pack_arrays(sent))
     facts = {name: arrays[name] for name in FACTS}
     tokens = {name: values for name, values in arrays.items() if name not in FACTS}
     return SampleFacts(ids=tuple(header["ids"]), **facts), TokenBuffers(**tokens)

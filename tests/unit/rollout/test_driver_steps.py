@@ -17,6 +17,7 @@ import pytest
 from pacs_megatron.batching.tables import FACTS
 from pacs_megatron.config import load_config
 from pacs_megatron.contracts import Sample, SampleFacts, SampleRequest, Span, Stop
+from pacs_megatron.parallel.transfer import pack_arrays, unpack_arrays
 from pacs_megatron.rollout.driver import Driver
 from pacs_megatron.rollout.step_rollouts import StepRollouts
 from pacs_megatron.rollout.wire import Connection
@@ -387,7 +388,8 @@ def test_a_step_of_demonstrations_continues_from_a_checkpoint(tmp_path: Path) ->
         )
         assert metrics == answers[step - 1][0]
         assert not any(key.startswith("reward/") for key in metrics["metrics"])
-        for name, values in answers[step - 1][1].items():
-            np.testing.assert_array_equal(found[name], values)
+        expected = unpack_arrays(pack_arrays(answers[step - 1][1]))
+        for name, values in unpack_arrays(pack_arrays(found)).items():
+            np.testing.assert_array_equal(values, expected[name])
     ours.close()
     theirs.close()

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from pacs_megatron.contracts.pieces import Pieces
 from pacs_megatron.errors import RolloutError
 from pacs_megatron.rollout.wire import Connection
 
@@ -36,4 +37,20 @@ def test_arrays_arrive_with_their_bits_and_shapes() -> None:
     ours.close()
     with pytest.raises(RolloutError, match="the peer has ended unexpectedly"):
         theirs.receive()
+    theirs.close()
+
+
+def test_pieces_arrive_as_one_array() -> None:
+    """Small and large ones: several in one call of the kernel, and several calls for one."""
+    whole = np.arange(3_000_001, dtype=np.uint8)
+    pieces = Pieces(np.split(whole, [1, 5, 5, 700_000, 1_400_000, 2_900_000]))
+    ours, theirs = (Connection(end, "peer", 10.0) for end in socket.socketpair())
+    message = {"pieces": pieces, "offsets": np.array([0, 3])}
+    sender = threading.Thread(target=lambda: ours.send({}, message))
+    sender.start()
+    _, arrays = theirs.receive()
+    sender.join()
+    np.testing.assert_array_equal(arrays["pieces"], whole, strict=True)
+    assert arrays["offsets"].tolist() == [0, 3]
+    ours.close()
     theirs.close()
