@@ -45,6 +45,7 @@ REWARD = """def reward(prompt, response):
 def serve(num_tokens: int, vocab_size: int) -> None:
     """Runs the stand-in in this process; prints its address. Ends with its parent."""
     import numpy as np
+    import orjson
     from aiohttp import web
 
     from pacs_megatron.runtime.processes import die_with_parent
@@ -57,7 +58,9 @@ def serve(num_tokens: int, vocab_size: int) -> None:
         ids = rng.integers(0, vocab_size, num_tokens).tolist()
         logprobs = (-rng.exponential(1.0, num_tokens)).astype(np.float32).tolist()
         entries = [[value, token, None] for value, token in zip(logprobs, ids, strict=True)]
-        text = json.dumps({"text": "", "output_ids": ids, "meta_info": {"entries": entries}})
+        fields = {"text": "", "output_ids": ids, "meta_info": {"entries": entries}}
+        # As SGLang does: without spaces.
+        text = orjson.dumps(fields).decode()
         # The other fields, which depend on the request, are appended.
         texts.append(text.replace('"entries"', '"output_token_logprobs"').removesuffix("}}"))
 

@@ -40,7 +40,7 @@ from pacs_megatron.rollout.open_request import PROGRESS_INTERVAL_S, OpenRequest
 from pacs_megatron.rollout.requests import evaluation_requests
 from pacs_megatron.rollout.resampling import accuracy_of, num_extra_samples
 from pacs_megatron.rollout.run_prompts import RunPrompts
-from pacs_megatron.rollout.sample_arrays import Message, samples_from_message
+from pacs_megatron.rollout.sample_arrays import Message, Reply, samples_from_message
 from pacs_megatron.rollout.server_agents import ServerAgents
 from pacs_megatron.rollout.step_agents import StepAgents
 from pacs_megatron.rollout.step_results import StepResults
@@ -56,6 +56,11 @@ from pacs_megatron.sglang.fleet import Health
 # Not `__main__`, whose info lines are dropped.
 logger = logging.getLogger("pacs_megatron.rollout.driver")
 _RESTART_POLL_S = 0.5
+_NUM_UNCOLLECTED = 200_000
+"""Containers that Python allocates before it looks for cycles, instead of 700.
+
+A response is parsed into a list for each token, and each look holds the GIL.
+"""
 _START_DELAY_S = 0.02
 """Delay of requests for later steps after a weight update.
 
@@ -475,7 +480,7 @@ class Driver:
             self._abandon()
             self._connection.send({"kind": "stale", "request": request.number})
 
-    def _send(self, number: int, compute: Callable[[], Message | None]) -> None:
+    def _send(self, number: int, compute: Callable[[], Reply | None]) -> None:
         """Sends the message that `compute` returns, or its error, which closes the open request."""
         failure = self._failure
         self._failure = None
@@ -500,8 +505,9 @@ class Driver:
 
     def _decode(self, ids: np.ndarray) -> str:
         """The text of response ids; called from any thread."""
+        # An array: the elements of a list would be checked one by one.
         with self._decoding:
-            return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _error_message(number: int, error: PacsError) -> dict[str, Any]:
@@ -542,6 +548,7 @@ def main(arguments: Sequence[str]) -> int:
     # more.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_NUM_UNCOLLECTED)
     try:
         driver.serve()
     finally:

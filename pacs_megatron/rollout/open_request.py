@@ -77,7 +77,7 @@ class OpenRequest:
         self.is_closed = True
         return self._respond(self.rollouts)
 
-    def _next_turns(self, agents: StepAgents) -> Message | None:
+    def _next_turns(self, agents: StepAgents) -> Reply | None:
         """The turns of the next round; after the last trajectory continues with the next step."""
         if self._playing is None:
             self._playing = self._for_ranks.popleft()

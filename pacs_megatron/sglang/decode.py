@@ -65,9 +65,10 @@ class Response:
 class _Parsed(NamedTuple):
     """The parts of a response that are read, not checked yet."""
 
-    ids: list[int]
-    entry_ids: list[int]
-    """ids of the tokens that the log-probs belong to"""
+    token_ids: np.ndarray
+    """int64 [response]"""
+    is_aligned: bool
+    """whether the log-probs belong to these tokens"""
     logprobs: np.ndarray
     spans: list[tuple[str, int, int]]
     kind: str
@@ -132,8 +133,8 @@ def decode(body: bytes, rid: str, max_tokens: int, routes: RoutesShape | None = 
     _check(parsed, stop)
     experts = None
     if routes is not None and stop is not Stop.ABORTED:
-        experts = _routes(parsed.experts, routes, len(parsed.ids))
-    token_ids = np.array(parsed.ids, dtype=np.int32)
+        experts = _routes(parsed.experts, routes, len(parsed.token_ids))
+    token_ids = parsed.token_ids.astype(np.int32)
     spans = tuple(parsed.spans)
     return Response(token_ids, parsed.logprobs, stop, spans, experts, parsed.cached_tokens)
 
@@ -161,6 +162,7 @@ def _parse(body: bytes, rid: str) -> _Parsed:
             raise BadResponseError(
                 "output_ids or output_token_logprobs contain values that are not numbers"
             )
+        token_ids = np.array(ids, dtype=np.int64)
     # orjson's error is a ValueError.
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         text = " ".join(body[:80].decode(errors="replace").split())
@@ -169,7 +171,8 @@ def _parse(body: bytes, rid: str) -> _Parsed:
         )
         raise BadResponseError(reason) from error
     experts = meta.get("routed_experts")
-    return _Parsed(ids, entry_ids, logprobs, spans, kind, finish, experts, cached_tokens)
+    is_aligned = ids == entry_ids
+    return _Parsed(token_ids, is_aligned, logprobs, spans, kind, finish, experts, cached_tokens)
 
 
 def _stop(parsed: _Parsed, max_tokens: int) -> Stop:
@@ -178,7 +181,7 @@ def _stop(parsed: _Parsed, max_tokens: int) -> Stop:
     if stop is None:
         raise BadResponseError(f"finish reason {parsed.finish!r}, expected stop, length or abort")
 
-    num_tokens = len(parsed.ids)
+    num_tokens = len(parsed.token_ids)
     if num_tokens > max_tokens:
         raise BadResponseError(f"{num_tokens} tokens, expected at most {max_tokens}")
     if stop is Stop.LENGTH and num_tokens != max_tokens:
@@ -192,13 +195,14 @@ def _stop(parsed: _Parsed, max_tokens: int) -> Stop:
 
 def _check(parsed: _Parsed, stop: Stop) -> None:
     """Checks that every token has a log-prob, a weight version and a valid id."""
-    ids = parsed.ids
+    token_ids = parsed.token_ids
     logprobs = parsed.logprobs
-    if ids != parsed.entry_ids:
+    num_tokens = len(token_ids)
+    if not parsed.is_aligned:
         raise BadResponseError(
-            f"{len(ids)} tokens but log-probs of {len(parsed.entry_ids)}, or of other tokens"
+            f"{num_tokens} tokens but log-probs of {len(logprobs)}, or of other tokens"
         )
-    if not ids and stop is not Stop.ABORTED:
+    if not num_tokens and stop is not Stop.ABORTED:
         raise BadResponseError("no tokens in a finished response")
     is_wrong = ~np.isfinite(logprobs) | (logprobs > _MAX_LOGPROB)
     if is_wrong.any():
@@ -214,10 +218,10 @@ def _check(parsed: _Parsed, stop: Stop) -> None:
         covered = end
         if not version:
             raise BadResponseError("a token span without a weight version")
-    if covered != len(ids):
-        raise BadResponseError(f"weight version spans end at {covered} of {len(ids)} tokens")
-    if ids and (min(ids) < 0 or max(ids) > np.iinfo(np.int32).max):
-        raise BadResponseError(f"token id out of range: {min(ids)} to {max(ids)}")
+    if covered != num_tokens:
+        raise BadResponseError(f"weight version spans end at {covered} of {num_tokens} tokens")
+    if num_tokens and (token_ids.min() < 0 or token_ids.max() > np.iinfo(np.int32).max):
+        raise BadResponseError(f"token id out of range: {token_ids.min()} to {token_ids.max()}")
 
 
 def _routes(text: object, shape: RoutesShape, num_tokens: int) -> np.ndarray:

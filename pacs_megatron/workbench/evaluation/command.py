@@ -368,7 +368,7 @@ class _Evaluation:
         num_done = sum(request.id in samples.outcomes for request in requests)
 
         def decode(ids: np.ndarray) -> str:
-            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
 
         def write(*, wait: bool) -> None:
             """Appends the judged samples to the file; with `wait`, all of them."""

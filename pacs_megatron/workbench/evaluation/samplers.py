@@ -113,7 +113,7 @@ class EmbeddedSampler(Closing):
             return
 
         def decode(ids: np.ndarray) -> str:
-            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
 
         self.close()
         encoder = build_encoder(self._options.agent, self._data, tokenizer, datetime.now())
@@ -230,7 +230,7 @@ class ServerSampler(Closing):
         self._end_agents()
 
         def decode(ids: np.ndarray) -> str:
-            return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
 
         encoder = build_encoder(options, self._data, tokenizer, datetime.now())
         self._agents = ServerAgents(
