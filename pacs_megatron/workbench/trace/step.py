@@ -165,6 +165,7 @@ class TracedRank:
     # ------------------------------------------------------------------------------------ paths
     def _step(self, minibatch: MiniBatch) -> None:
         objective = self.objective
+        self.policy.measures_certainty = self.config.objective.needs_certainty
         logprobs = {}
         for name in sorted(objective.logprob_passes(self.request.index) - {"value"}):
             logprobs[f"{name}_logprobs"] = self._phase(
@@ -176,7 +177,6 @@ class TracedRank:
             facts, minibatch = self._phase(
                 "critic: values", functools.partial(self._estimates, self.critic, minibatch)
             )
-
         elif objective.has_estimates:
             from pacs_megatron.policy.estimates import with_estimates
 
