@@ -16,7 +16,7 @@ from pacs_megatron.workbench.plan.activations import minibatch_bytes
 from pacs_megatron.workbench.plan.memory import StageMemory, items_beside
 from pacs_megatron.workbench.plan.plan import Plan, make_plan
 from pacs_megatron.workbench.plan.render import memory_lines
-from pacs_megatron.workbench.plan.state import Item, layers_of_stage, trained_models
+from pacs_megatron.workbench.plan.state import Item, layers_of_stage
 from pacs_megatron.workbench.trace.estimate import (
     RankEstimate,
     extrapolate,
@@ -75,11 +75,6 @@ def _check(loaded: LoadedConfig, plan: Plan, *, local_layers: bool) -> None:
             "plan --trace traces FP8 with Transformer Engine's layers and the blockwise recipe "
             f"only, got {fp8} ({loaded.where('precision.fp8')}); add the override "
             "precision.fp8=null to trace bf16"
-        )
-    if len(trained_models(config, plan.spec)) > 1:
-        raise ConfigError(
-            "plan --trace traces the policy alone, and this objective also trains a critic; use "
-            "`plan` without --trace"
         )
     if not local_layers and not has_transformer_engine():
         raise ConfigError(

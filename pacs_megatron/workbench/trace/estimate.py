@@ -14,7 +14,8 @@ from typing import Any
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.workbench.trace.rank import TraceRequest
 
-UPDATE_PHASES = ("update", "forward and backward", "optimizer")
+_PARTS_OF_UPDATE = ("update", "forward and backward", "optimizer")
+UPDATE_PHASES = (*_PARTS_OF_UPDATE, *(f"critic: {name}" for name in _PARTS_OF_UPDATE))
 """phases that a trace runs once for each update"""
 _LAYERS = 2
 """layers of a rank in the smaller trace; the larger one has twice as many"""

@@ -18,6 +18,7 @@ from pacs_megatron.workbench.trace.rank import TraceRequest
 from tests.support.traced_rank import ROOT, trace
 
 DENSE = "configs/runs/pacs-qwen3-14b-2n8g-tp4.yaml"
+CRITIC = "configs/paper/ppo-qwen3-4b.yaml"
 GIB = 2**30
 
 
@@ -42,13 +43,26 @@ def test_plan_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.full
+def test_plan_with_a_trace_of_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "cache_folder", lambda: tmp_path)
+    text, _ = run_plan(ROOT / CRITIC, [], trace=True, local_layers=True)
+
+    # Both models' states, which the formulas have exactly.
+    plan = make_plan(load_config(ROOT / CRITIC))
+    exact = sum(item.num_bytes for item in plan.stages[0].items if item.source == "exact")
+    assert f"{exact / GIB:5.1f} GiB  weights, gradients and optimizer  [traced]" in text
+    for phase in ("update", "critic: values", "critic: update", "critic: forward and backward"):
+        assert f"GiB  {phase}" in text
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "rank", "pp"),
-    [([], 0, 1), (["parallel.recompute.granularity=full"], 0, 1), (["parallel.pp=2"], 4, 2)],
+    [([], 0, 1), (["parallel.recompute.granularity=full"], 0, 1), (["parallel.pp=2"], 8, 2)],
 )
 def test_a_rank_grows_linearly(overrides: list[str], rank: int, pp: int) -> None:
     """The peaks of 2 and 4 layers give that of 8."""
-    layout = Layout(world_size=8, tp=4, pp=pp)
+    layout = Layout(world_size=16, tp=4, pp=pp)
 
     def traced(layers: int) -> tuple[TraceRequest, dict[str, Any]]:
         request = TraceRequest(

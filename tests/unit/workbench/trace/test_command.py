@@ -12,7 +12,6 @@ from pacs_megatron.workbench.trace import command
 
 RUNS = Path(__file__).parents[4] / "configs" / "runs"
 DENSE = RUNS / "pacs-qwen3-14b-2n8g-tp4.yaml"
-PPO = RUNS.parent / "paper" / "ppo-qwen3-4b.yaml"
 
 
 @pytest.mark.parametrize(
@@ -22,7 +21,6 @@ PPO = RUNS.parent / "paper" / "ppo-qwen3-4b.yaml"
         (RUNS / "quickstart.yaml", [], True, "has no GPUs"),
         (RUNS / "pacs-qwen3-14b-2n8g-tp4-fp8.yaml", [], True, "precision.fp8=null"),
         (DENSE, ["precision.fp8={recipe: delayed}"], False, "blockwise recipe only"),
-        (PPO, [], True, "critic"),
     ],
 )
 def test_what_cannot_be_traced(
