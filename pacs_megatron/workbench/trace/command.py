@@ -69,11 +69,10 @@ def _check(loaded: LoadedConfig, plan: Plan, *, local_layers: bool) -> None:
             "plan --trace executes a run's GPU path, and this run has no GPUs; set "
             "resources.gpus_per_node and resources.gpu"
         )
-    fp8 = config.precision.fp8
-    if fp8 is not None and (local_layers or fp8.recipe != "blockwise"):
+    if config.precision.fp8 is not None and local_layers:
         raise ConfigError(
-            "plan --trace traces FP8 with Transformer Engine's layers and the blockwise recipe "
-            f"only, got {fp8} ({loaded.where('precision.fp8')}); add the override "
+            "plan --trace traces FP8 with Transformer Engine's layers only, got --local-layers and "
+            f"{config.precision.fp8} ({loaded.where('precision.fp8')}); add the override "
             "precision.fp8=null to trace bf16"
         )
     if not local_layers and not has_transformer_engine():

@@ -1,12 +1,13 @@
 """Transformer Engine on fake CUDA: its own Python code, with kernels that only allocate.
 
 Its modules, autograd functions, what they save and their collectives run unchanged. Each compiled
-kernel that a step calls in bf16 or in FP8 with scales of blocks is replaced by a function that
-checks devices and shapes, and allocates the outputs.
+kernel that a step calls in bf16 or in FP8 (scales of blocks, of whole tensors, delayed) is replaced
+by a function that checks devices and shapes, and allocates the outputs.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import sys
@@ -14,13 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pacs_megatron.workbench.trace.mode import DeviceMixError, FakeCuda
 
 CUDNN_VERSION = (9, 15, 0)
 _BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-"""of a quantized tensor; its attributes have a leading underscore"""
+"""of a tensor with scales of blocks; its attributes have a leading underscore"""
+_BUFFERS_OF_WHOLE = ("data", "transpose", "scale_inv")
+"""of a tensor with one scale; its attributes have a leading underscore"""
 _FLOPS_OF_BACKWARD = 2.5
 """of attention, in units of the forward: five matrix products instead of two"""
 
@@ -103,16 +107,25 @@ class Kernels:
     def fused_multi_row_unpadding(self, tensor: Any, out: Any, *_rows: Any) -> None:
         self.fused_multi_row_padding(tensor, out)
 
+    def fused_amax_and_scale_update_after_reduction(self, amax: Any, *_rest: Any) -> None:
+        """Of delayed scaling, after all updates of a step."""
+        self._check("fused_amax_and_scale_update_after_reduction", amax)
+        self._work("fused_amax_and_scale_update_after_reduction", 0, amax)
+
     def _quantized(self, shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
-        """Data and scales of blocks, whose shapes the quantizer computes.
+        """Data and scales of blocks, whose shapes the quantizer computes, or of a whole tensor.
 
         Raises NotImplementedError for a quantizer with other scales.
         """
         from transformer_engine.pytorch.tensor import float8_blockwise_tensor as blockwise
+        from transformer_engine.pytorch.tensor import float8_tensor as whole
 
+        if isinstance(quantizer, whole.Float8Quantizer | whole.Float8CurrentScalingQuantizer):
+            return self._quantized_whole(shape, dtype, quantizer)
         if not isinstance(quantizer, blockwise.Float8BlockQuantizer):
             raise NotImplementedError(
-                f"fake CUDA has no kernels of {type(quantizer).__name__}, only of blockwise FP8"
+                f"fake CUDA has no kernels of {type(quantizer).__name__}: MXFP8 and NVFP4 are not "
+                "of Hopper"
             )
         buffers: dict[str, Any] = dict.fromkeys(_BUFFERS)
         if quantizer.rowwise_usage:
@@ -143,6 +156,36 @@ class Kernels:
         return blockwise.Float8BlockwiseQTensor(
             shape=tuple(shape), dtype=dtype, **buffers, **options
         )
+
+    def _quantized_whole(self, shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
+        """Data and one scale. Hopper's products need a transposed copy for the other operand."""
+        from transformer_engine.pytorch.tensor import float8_tensor as whole
+
+        scale_inv = self._new("quantize", (1,), torch.float32)
+        if getattr(quantizer, "with_amax_reduction", False):
+            # Inside the kernel, over the ranks that have parts of the tensor.
+            dist.all_reduce(scale_inv, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+
+        data = None
+        transpose = None
+        if quantizer.rowwise_usage:
+            data = self._new("quantize", shape, torch.uint8)
+        if quantizer.columnwise_usage:
+            transpose = self._new("quantize", (shape[-1], *shape[:-1]), torch.uint8)
+
+        options: dict[str, Any] = {
+            "data": data,
+            "data_transpose": transpose,
+            "fp8_scale_inv": scale_inv,
+            "fp8_dtype": quantizer.dtype,
+            "quantizer": quantizer,
+        }
+        storage = whole.Float8TensorStorage
+        if quantizer.internal:
+            if "fake_dtype" in inspect.signature(storage.__new__).parameters:
+                options["fake_dtype"] = dtype
+            return storage(**options)
+        return whole.Float8Tensor(shape=tuple(shape), dtype=dtype, **options)
 
     # --------------------------------------------------------------------------------- products
     def generic_gemm(  # noqa: PLR0913  (the kernel's own signature)
@@ -297,6 +340,7 @@ _NAMES = (
     "swap_first_dims",
     "fused_multi_row_padding",
     "fused_multi_row_unpadding",
+    "fused_amax_and_scale_update_after_reduction",
     "generic_gemm",
     "te_general_grouped_gemm",
     "get_fused_attn_backend",
@@ -359,8 +403,14 @@ def _plain(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors, and the buffers of quantized ones."""
     plain: list[torch.Tensor] = []
     for tensor in tensors:
+        names = ()
         if hasattr(tensor, "_rowwise_data"):
-            buffers = [getattr(tensor, f"_{name}") for name in _BUFFERS]
+            names = _BUFFERS
+        elif hasattr(tensor, "_scale_inv"):
+            names = _BUFFERS_OF_WHOLE
+
+        if names:
+            buffers = [getattr(tensor, f"_{name}") for name in names]
             plain.extend(buffer for buffer in buffers if buffer is not None)
         elif isinstance(tensor, torch.Tensor):
             plain.append(tensor)

@@ -44,6 +44,19 @@ def test_a_shipped_run_executes(config: str, rank: int, num_layers: int) -> None
     assert any(label["operation"].startswith("te.") for label in labels)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_fp8_with_one_scale_executes(recipe: str) -> None:
+    """A tensor has one byte an element, in both directions that products need."""
+    overrides = [f"precision.fp8={{recipe: {recipe}, format: hybrid}}"]
+    traced = trace(TraceRequest(config=FP8, overrides=overrides, num_layers=2))
+    blocks = trace(TraceRequest(config=FP8, num_layers=2))
+
+    assert not traced["unknown_shapes"]
+    assert not unreviewed_waits(traced["host_syncs"])
+    peaks = [each["peaks"]["forward and backward"]["num_bytes"] for each in (traced, blocks)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+
+
 def test_fp8_keeps_the_inputs_of_products_in_one_byte() -> None:
     """Of 14B at tp 4 a layer keeps for the backward pass, in bf16, the inputs of its four products:
     the hidden states twice, the heads' outputs and the MLP's intermediate values.

@@ -20,7 +20,6 @@ DENSE = RUNS / "pacs-qwen3-14b-2n8g-tp4.yaml"
         (DENSE, [], False, "--local-layers"),
         (RUNS / "quickstart.yaml", [], True, "has no GPUs"),
         (RUNS / "pacs-qwen3-14b-2n8g-tp4-fp8.yaml", [], True, "precision.fp8=null"),
-        (DENSE, ["precision.fp8={recipe: delayed}"], False, "blockwise recipe only"),
     ],
 )
 def test_what_cannot_be_traced(
