@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import shipped_runs
+from pacs_megatron.config import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -21,7 +22,10 @@ def test_the_page_has_todays_figures_of_each_run(gpu: str) -> None:
 
     plans = shipped_runs.planned(ROOT / "configs", gpu)
     expected = {name: shipped_runs.cells(plan) for name, plan in plans.items()}
-    assert len(expected) == len(list((ROOT / "configs" / "runs").glob("*n8g*.yaml")))
+    for path in (ROOT / "configs" / "runs").glob("*n8g*.yaml"):
+        # A run for the other GPU may have no include for this one.
+        if load_config(path).config.resources.gpu == gpu:
+            assert path.stem in {plan.config.run.name for plan in plans.values()}
     assert rows == expected, "python benchmarks/shipped_runs.py --before COMMIT prints the tables"
 
 
