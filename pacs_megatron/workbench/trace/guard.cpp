@@ -20,6 +20,11 @@ struct FakeHooks : public at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
 
   bool hasPrimaryContext(c10::DeviceIndex) const override { return false; }
+
+  // A CUDA build compares the version before it chooses a kernel of attention.
+  long versionCuDNN() const override { return 91500; }
+
+  long versionRuntimeCuDNN() const override { return 91500; }
 };
 
 std::unique_ptr<at::CUDAHooksInterface> make_hooks(at::CUDAHooksArgs args) {

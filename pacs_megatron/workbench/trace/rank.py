@@ -71,9 +71,14 @@ def prepare_process(request: TraceRequest) -> None:
     os.environ["FAKE_ALLOW_META"] = "1"
 
     library = load_guard()
-    import torch  # noqa: F401
+    import torch
 
     install_guard(library)
+    # A CUDA build of torch chooses a kernel of attention by the properties of the GPU, which do not
+    # exist here. Only products and softmax are left, as in a CPU build.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     hide_packages(request)
 
 
