@@ -186,6 +186,7 @@ ELSEWHERE = {
     "precision.dtype": "test_another_dtype_continues_from_master_weights_and_moments",
     "precision.head": "without state: tests/distributed/policy/test_head.py",
     "precision.fp8": "without state; CUDA only",
+    "policy.lora": "rejected: tests/unit/checkpoint/test_adapters.py",
     "policy.offload": "the same bits: tests/distributed/policy/test_offload.py",
     "policy.routing": "tests/distributed/policy/test_routing.py",
 }

@@ -62,6 +62,7 @@ def test_a_resume_continues_schedules_weight_version_and_generators(
         policy=models[0],
         models=models,
         has_reference=False,
+        lora_facts=None,
         config=SimpleNamespace(
             policy=SimpleNamespace(offload="none"), batch=SimpleNamespace(num_updates=3)
         ),
