@@ -256,7 +256,8 @@ def start_ranks(
 
     def waits_for() -> str:
         """Empty after the start and after a stop request: a rank reports its waits."""
-        is_starting = _stamp(lock) == lock_before and not torchrun.signals
+        has_ended = torchrun.signals or torchrun.ranks_have_ended
+        is_starting = _stamp(lock) == lock_before and not has_ended
         return "for torchrun to start the ranks" if is_starting else ""
 
     with _Torchrun(agent, num_ranks) as torchrun, report_wait(waits_for):
@@ -306,6 +307,11 @@ class _Torchrun:
         _send(self._tree(), signal.SIGKILL)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
+
+    @property
+    def ranks_have_ended(self) -> bool:
+        """Whether ranks have started and none is alive; torchrun may need seconds more."""
+        return bool(self._ranks) and not any(map(_is_alive, self._ranks))
 
     def wait(self, lead_s: float) -> int:
         """The exit code of torchrun.
