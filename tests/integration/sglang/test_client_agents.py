@@ -50,13 +50,13 @@ def test_turns_have_the_log_probs_of_their_exact_tokens(lab: Lab, tmp_path: Path
     def decode(ids: np.ndarray) -> str:
         return str(tokenizer.decode(ids.tolist()))
 
-    asked = sample_requests(12, tag="agents", tokens=100)
+    wanted = sample_requests(12, tag="agents", tokens=100)
     with lab.opened(weights=1):
         stops = [int(tokenizer.eos_token_id)]
         with ServerAgents(lab.engine, options, encoder, stops, decode, prompt_of) as agents:
-            samples = list(agents.stream(asked))
+            samples = list(agents.stream(wanted))
 
-    assert sorted(sample.id for sample in samples) == sorted(request.id for request in asked)
+    assert sorted(sample.id for sample in samples) == sorted(request.id for request in wanted)
     for sample in samples:
         assert sample.failure is None and sample.num_turns == 4
         expected = lab.logprobs(1, sample.token_ids)[sample.prompt_len - 1 :].numpy()

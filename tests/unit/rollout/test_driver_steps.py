@@ -110,6 +110,22 @@ def test_over_sampling_trains_the_first_groups_that_are_admitted(tmp_path: Path)
     assert driver._data.order.state_dict()["skipped"] == []
 
 
+def add_judged(rollouts: StepRollouts, request: SampleRequest, label: int) -> None:
+    """A judged sample of one token for a request."""
+    rollouts.sampled[request.id] = Sample(
+        id=request.id,
+        prompt_id=request.prompt_id,
+        token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
+        prompt_len=len(request.token_ids),
+        sampler_logprobs=np.zeros(1, dtype=np.float32),
+        spans=(Span(version=0, digest="weights0", start=0, end=1),),
+        stop=Stop.EOS,
+        reward=float(label),
+        label=label,
+    )
+    rollouts.judged.add(request.id)
+
+
 def judge_all(rollouts: StepRollouts, *, one_class: Collection[str]) -> None:
     """Every request has a judged sample, the last first.
 
@@ -117,18 +133,7 @@ def judge_all(rollouts: StepRollouts, *, one_class: Collection[str]) -> None:
     """
     for number, request in reversed(list(enumerate(rollouts.requests))):
         label = 1 if request.prompt_id in one_class else number % 2
-        rollouts.sampled[request.id] = Sample(
-            id=request.id,
-            prompt_id=request.prompt_id,
-            token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
-            prompt_len=len(request.token_ids),
-            sampler_logprobs=np.zeros(1, dtype=np.float32),
-            spans=(Span(version=0, digest="weights0", start=0, end=1),),
-            stop=Stop.EOS,
-            reward=float(label),
-            label=label,
-        )
-        rollouts.judged.add(request.id)
+        add_judged(rollouts, request, label)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -299,18 +304,7 @@ def judge_first(rollouts: StepRollouts, num_correct: Mapping[str, int]) -> None:
     for request in rollouts.missing:
         left[request.prompt_id] -= 1
         label = int(left[request.prompt_id] >= 0)
-        rollouts.sampled[request.id] = Sample(
-            id=request.id,
-            prompt_id=request.prompt_id,
-            token_ids=np.concatenate([request.token_ids, np.array([97], dtype=np.int32)]),
-            prompt_len=len(request.token_ids),
-            sampler_logprobs=np.zeros(1, dtype=np.float32),
-            spans=(Span(version=0, digest="weights0", start=0, end=1),),
-            stop=Stop.EOS,
-            reward=float(label),
-            label=label,
-        )
-        rollouts.judged.add(request.id)
+        add_judged(rollouts, request, label)
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,10 @@ def check_exact(sample: Sample, bodies: Sequence[dict[str, Any]]) -> None:
 
 
 def test_turns_continue_by_ids_on_one_server(tmp_path: Path, servers: list[ReplaySglang]) -> None:
-    asked = requests(8, group=2, tokens=60)
+    wanted = requests(8, group=2, tokens=60)
     with agents(tmp_path, servers, max_in_flight=1) as one:
-        samples = list(one.stream(asked))
-    assert sorted(sample.id for sample in samples) == sorted(request.id for request in asked)
+        samples = list(one.stream(wanted))
+    assert sorted(sample.id for sample in samples) == sorted(request.id for request in wanted)
     found = bodies_of(servers)
     for sample in samples:
         assert sample.failure is None and sample.num_turns == 3
@@ -164,14 +164,14 @@ def test_a_server_killed_in_turn_two(tmp_path: Path, servers: list[ReplaySglang]
 
 def test_cancelled_trajectories_have_no_sample(tmp_path: Path, servers: list[ReplaySglang]) -> None:
     (tmp_path / "waits").touch()
-    asked = requests(6, group=2, tokens=60)
+    wanted = requests(6, group=2, tokens=60)
     with agents(tmp_path, servers) as one:
-        stream = one.stream(asked)
+        stream = one.stream(wanted)
         one_at_a_time = iter(stream)
-        timer = threading.Timer(0.5, lambda: one.cancel([request.id for request in asked[:5]]))
+        timer = threading.Timer(0.5, lambda: one.cancel([request.id for request in wanted[:5]]))
         timer.start()
         threading.Timer(1.0, (tmp_path / "waits").unlink).start()
-        assert [sample.id for sample in one_at_a_time] == [asked[5].id]
+        assert [sample.id for sample in one_at_a_time] == [wanted[5].id]
 
 
 def test_a_turn_that_fails_at_each_try_is_the_error_of_the_stream(
