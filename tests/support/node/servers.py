@@ -168,6 +168,8 @@ class GpuServer(WeightServer):
         self.cores: list[int] = []
         """of its process"""
         self._is_compiled = False
+        self.once_started: dict[str, Callable[[], None]] = {}
+        """path -> function that runs before its first call after that of the start"""
         super().__init__(weights, **server)
 
     def _size_cache(self, mem_fraction: float) -> int:
@@ -199,6 +201,7 @@ class GpuServer(WeightServer):
 
     async def _warm_up(self, body: dict[str, Any]) -> web.Response:
         self._is_compiled |= body["sampling_params"]["top_p"] < 1 and body["return_logprob"]
+        self.before |= self.once_started
         return await super()._warm_up(body)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
