@@ -314,7 +314,8 @@ def run_on_gpu(
         def built(*args: Any) -> RunContext:
             run: RunContext = build(*args)
             hold(run, 0)
-            run.policy.offload.to_host()
+            for model in run.models:
+                model.offload.to_host()
             hold(run, 0)
             return run
 
