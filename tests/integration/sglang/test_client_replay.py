@@ -104,9 +104,8 @@ def assert_same(run: Path, recorded: Path) -> None:
     mine, theirs = ([timeless(row) for row in read_metrics(folder)] for folder in (run, recorded))
     assert mine == theirs and len(mine) == STEPS + 1
     names = sorted(path.name for path in (recorded / "rollouts").iterdir())
-    assert len(names) == 2 * (
-        STEPS + 4
-    )  # text and arrays of each step, and of evaluations after steps 0, 2, 4 and 5
+    # Text, its lines' offsets and arrays: of each step, and of evaluations after steps 0, 2, 4, 5.
+    assert len(names) == 3 * (STEPS + 4)
     assert sorted(path.name for path in (run / "rollouts").iterdir()) == names
     for name in names:
         assert (run / "rollouts" / name).read_bytes() == (
