@@ -224,7 +224,7 @@ def attach(
 
     embedding = getattr(model, "embedding", None)
     if embedding is not None:
-        embedding.register_forward_hook(_require_gradient)
+        embedding.register_forward_hook(_as_input_of_frozen_layers)
 
 
 def _add_term(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -236,11 +236,14 @@ def _add_term(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
     return result + adapter(inputs[0]), bias
 
 
-def _require_gradient(_embedding: Any, _inputs: Any, output: Tensor) -> Tensor:
-    """A hook on the frozen embedding.
+def _as_input_of_frozen_layers(_embedding: Any, _inputs: Any, output: Tensor) -> Tensor:
+    """A hook on the frozen embedding, whose output is [t, 1, hidden].
 
     Recomputation keeps the graph of a layer only if an input of it requires a gradient.
+    `torch.matmul` folds t and 1 for a frozen weight only if their strides allow it, for a trained
+    one always. The strides of new memory give both the same kernel, so the same bits.
     """
+    output = output.flatten(0, 1)[:, None]
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 

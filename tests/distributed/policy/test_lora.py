@@ -249,20 +249,31 @@ def _parallel(case: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in case.items() if key != "world"}
 
 
-def test_the_base_is_the_reference_of_a_second_copy(expected_of: Any) -> None:
-    """The same bits at the start and after updates, which are those of a trained copy of the model
-    within rounding: torch computes a frozen layer in another order. Gradients, moments and the copy
-    of a reset have the adapters alone.
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        pytest.param(2, {"tp": 2}, id="tp2"),
+        pytest.param(1, {}, id="one", marks=pytest.mark.full),
+        pytest.param(2, {"tp": 2, "sequence_parallel": True}, id="tp2-sp", marks=pytest.mark.full),
+        pytest.param(2, {"pp": 2}, id="pp2", marks=pytest.mark.full),
+        pytest.param(2, {"cp": 2}, id="cp2", marks=pytest.mark.full),
+    ],
+)
+def test_the_base_has_the_bits_of_a_second_copy(
+    expected_of: Any, world: int, options: dict[str, Any]
+) -> None:
+    """At the start and after updates, and the copy is a trained model without adapters. Gradients,
+    moments and the copy of a reset have the adapters alone.
     """
     expected = expected_of("qwen3", LORA_TARGETS)
 
     def of_second_copy(_rank: int, world: int) -> dict[int, np.ndarray]:
-        copy = make_policy(expected.folder, world, tokens_per_microbatch=64, tp=2)
+        copy = make_policy(expected.folder, world, tokens_per_microbatch=64, **options)
         return logprobs_by_row(copy, make_part(*STEPS[0], copy, 64))
 
     def on_rank(_rank: int, world: int) -> Any:
         policy = make_policy(
-            expected.folder, world, tokens_per_microbatch=64, lora=expected.options, tp=2
+            expected.folder, world, tokens_per_microbatch=64, lora=expected.options, **options
         )
         policy.take_reference(reset_optimizer=False, is_start=True)
         assert not policy.has_snapshot
@@ -284,10 +295,12 @@ def test_the_base_is_the_reference_of_a_second_copy(expected_of: Any) -> None:
         state = sum(tensor.numel() for tensor in policy.optimizer.tensors() if tensor.dim())
         return found, trained, reset, (copied, num_trained, num_gradients, state)
 
-    of_copy = run_ranks(of_second_copy, 2)[0]
-    found, trained, reset, sizes = run_ranks(on_rank, 2)[0]
+    # The last stage has the log-probs.
+    of_copy = run_ranks(of_second_copy, world)[-1]
+    found, trained, reset, sizes = run_ranks(on_rank, world)[-1]
+    assert of_copy
     for row, values in of_copy.items():
-        np.testing.assert_allclose(found[0][row], values, rtol=0, atol=2e-6)
+        np.testing.assert_array_equal(found[0][row], values)
         np.testing.assert_array_equal(found[1][row], found[0][row])
     for row, values in trained.items():
         np.testing.assert_array_equal(reset[row], values)
