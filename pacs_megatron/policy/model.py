@@ -557,7 +557,10 @@ def _separate_norms(layer: ModuleSpec, *, is_dense: bool) -> None:
     attention.linear_qkv = te_extension.TEColumnParallelLinear
     if is_dense:
         layer.submodules.pre_mlp_layernorm = te_extension.TENorm
-        layer.submodules.mlp.submodules.linear_fc1 = te_extension.TEColumnParallelLinear
+        mlp = layer.submodules.mlp
+        # Megatron-Core 0.16 has a ModuleSpec here, 0.19 a partial with the same submodules.
+        of_mlp = mlp.keywords["submodules"] if hasattr(mlp, "keywords") else mlp.submodules
+        of_mlp.linear_fc1 = te_extension.TEColumnParallelLinear
 
 
 def _attention_layer_spec(spec: ModelSpec, *, transformer_engine: bool) -> ModuleSpec:
