@@ -101,7 +101,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
     """(dotted key, value) of each plain value.
 
-    Lists of sections are traversed, other lists are leaves.
+    Lists and mappings of sections are traversed, others are leaves.
     """
     for name in type(section).model_fields:
         yield from _leaves_of(getattr(section, name), f"{prefix}{name}")
@@ -113,6 +113,9 @@ def _leaves_of(value: object, key: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
         for index, item in enumerate(value):
             yield from _leaves_of(item, f"{key}.{index}")
+    elif isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
+        for name, item in value.items():
+            yield from _leaves_of(item, f"{key}.{name}")
     else:
         yield key, value
 

@@ -24,6 +24,8 @@ from tests.support.fuzz import fuzz
 from tests.support.messages import error_lines
 from tests.support.run_files import BASE
 
+SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "runs").glob("*.yaml"))
+
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -55,6 +57,14 @@ def test_printed_files_do_not_control_the_terminal(
     (tmp_path / "logs" / "rank0.log").write_text("one\n\x1b[2J\x9btwo\tthree\u202e\n")
     assert main(["logs", str(tmp_path)]) == 0
     assert "one\n\\x1b[2J\\x9btwo\tthree\\u202e\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", SHIPPED, ids=lambda path: path.stem)
+def test_config_show_of_shipped_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    has_tools = "tools.calculator" in shown or "tools:" not in run.read_text()
+    assert "run.name = " in shown and has_tools
 
 
 def test_overrides_may_follow_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
