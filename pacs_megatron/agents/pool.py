@@ -11,6 +11,7 @@ Concurrency: one thread with a selector serves all workers. Other threads `start
 
 import json
 import logging
+import math
 import os
 import queue
 import selectors
@@ -262,12 +263,14 @@ class AgentPool(Closing):
             worker.opened = opened
             worker.allow_output()
             prompt = opened.prompt
-            problem = {
+            problem: dict[str, Any] = {
                 "id": prompt.id,
                 "problem": prompt.problem,
                 "prompt": prompt.text,
                 "source": prompt.source,
             }
+            if self._options.reads_answers:
+                problem |= {"answer": prompt.answer, "extra": dict(prompt.extra)}
             self._reply(opened, {"problem": problem})
 
         num_starting = sum(not worker.is_ready for worker in self._workers)
@@ -325,6 +328,7 @@ class AgentPool(Closing):
         opened.stop_clock()
         match operation["op"]:
             case "done":
+                opened.trajectory.own_reward = _own_reward(operation["reward"])
                 self._free(opened)
                 self._finish(opened, None)
             case "failed":
@@ -464,6 +468,15 @@ class AgentPool(Closing):
                 worker.check_memory()
             except MemoryError as error:
                 self._lost(worker, f"{error}; it was killed")
+
+
+def _own_reward(value: Any) -> float | None:
+    """The reward of an agent. Raises ValueError unless it is a finite number or None."""
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"a reward of {value!r}")
+    return float(value)
 
 
 class _Open:

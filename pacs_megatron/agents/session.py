@@ -8,7 +8,7 @@ async def solve(problem, session):
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pacs_megatron.errors import AgentError, ToolError
@@ -26,7 +26,7 @@ class TrajectoryEnded(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A row of the data, without its reference answer."""
+    """A row of the data."""
 
     id: str
     problem: str
@@ -35,6 +35,10 @@ class Problem:
     """output of the chat template: where the conversation begins"""
     source: str
     """name of the data set"""
+    answer: str | None = None
+    """the reference answer; None without `rollout.agent.reads_answers`"""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """`extra_columns` of the row, JSON values; empty without `rollout.agent.reads_answers`"""
 
 
 class Answer(NamedTuple):

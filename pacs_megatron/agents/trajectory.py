@@ -30,6 +30,8 @@ class Trajectory:
         self.calls: list[ToolCall] = []
         self.turns = 0
         """finished turns of the policy"""
+        self.own_reward: float | None = None
+        """the number that `solve` returned"""
         self._encoder = encoder
         self._stops = stops
         self._pieces: list[np.ndarray] = []
@@ -142,6 +144,7 @@ class Trajectory:
             failure=failure,
             environment=tuple(environment),
             calls=tuple(self.calls),
+            own_reward=self.own_reward,
             cached_tokens=tuple(self._cached_tokens),
             read_tokens=tuple(self._read_tokens),
         )

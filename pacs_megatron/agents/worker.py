@@ -2,7 +2,7 @@
 
 Both directions use JSON lines, no pickle (`runtime/worker_process.py`). The setup has the
 `function`. Then the worker receives a problem, sends operations (`generate`, `call`), receives a
-reply to each, and sends `{"op": "done"}` or `{"op": "failed", "reason"}`.
+reply to each, and sends `{"op": "done", "reward"}` or `{"op": "failed", "reason"}`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pacs_megatron.agents.session import Problem, Session, TrajectoryEnded
-from pacs_megatron.errors import ConfigError
+from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.runtime.user_code import describe, import_function
 from pacs_megatron.runtime.worker_process import Connection, Handler, serve
 
@@ -61,17 +61,24 @@ def run(
     problem: Problem,
     exchange: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The last operation of a trajectory: `done`, or `failed` with the reason."""
+    """The last operation of a trajectory: `done` with the reward that `solve` returned, if any, or
+    `failed` with the reason.
+    """
     session = Session(exchange)
     try:
         result = asyncio.run(solve(problem, session))
     except TrajectoryEnded:
-        return {"op": "done"}
+        return {"op": "done", "reward": None}
     except BaseException as error:  # noqa: BLE001  a plug-in may raise anything: only this trajectory fails
         return {"op": "failed", "reason": f"it raised {describe(error)}"}
     finally:
         session.close()
-    if result is not None:
-        kind = type(result).__name__
-        return {"op": "failed", "reason": f"it returned {kind}, expected None: the reward judges"}
-    return {"op": "done"}
+    if result is None:
+        return {"op": "done", "reward": None}
+    # Imported here: most agents return nothing, and NumPy takes memory of each worker.
+    from pacs_megatron.rewards.labels import as_reward
+
+    try:
+        return {"op": "done", "reward": as_reward(result)}
+    except RewardError as error:
+        return {"op": "failed", "reason": f"its own reward: {error}"}

@@ -68,6 +68,11 @@ class AgentOptions(Options):
     roles: tuple[Word, ...] = Field(default=("tool",), strict=False, min_length=1)
     """Roles of the messages that it appends."""
 
+    reads_answers: bool = False
+    """Whether `problem` has the reference answer and the extra columns, for an agent that judges
+    itself (`reward.name: agent`). The policy reads what the agent appends.
+    """
+
     turn_markers: TurnMarkers | None = None
     """Texts around a message; null takes them from the chat template, if they are the same in
     every conversation.

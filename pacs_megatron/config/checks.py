@@ -37,6 +37,12 @@ def layout_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _agent_problems(config: RunConfig) -> Iterator[str]:
+    reward = config.reward
+    if reward is not None and reward.name == "agent" and config.rollout.agents is None:
+        yield (
+            "reward.name=agent needs rollout.agent, whose function returns the reward; add it, or "
+            "use another reward"
+        )
     if config.rollout.agents is not None and config.policy.routing != "own":
         yield (
             f"policy.routing={config.policy.routing} needs rollout.agent null: the sampler's "

@@ -63,8 +63,8 @@ class MathReward(RewardWorkerOptions):
     """Compares the final answer with the reference by math-verify."""
 
     name: Literal["math"]
-    """Reward function: `math`, `arithmetic`, `format`, `code`, `http`, `custom`, or `weighted` for
-    several of them.
+    """Reward function: `math`, `arithmetic`, `format`, `code`, `http`, `custom`, `weighted` for
+    several of them, or `agent`.
     """
 
     label_rule: Literal["last_box", "authors"] = "last_box"
@@ -165,6 +165,13 @@ class CustomReward(RewardWorkerOptions):
     """
 
 
+class AgentReward(RewardWorkerOptions):
+    """The number that `rollout.agent` returns for its trajectory."""
+
+    name: Literal["agent"]
+    """Reward function: see `math`."""
+
+
 SingleReward = MathReward | ArithmeticReward | FormatReward | CodeReward | HttpReward | CustomReward
 
 UNIT_REWARDS = ("math", "arithmetic", "format", "code")
@@ -255,5 +262,5 @@ class WeightedReward(RewardWorkerOptions):
         return self
 
 
-AnyReward = SingleReward | WeightedReward
+AnyReward = SingleReward | WeightedReward | AgentReward
 RewardOptions = Annotated[AnyReward, Field(discriminator="name")]

@@ -202,6 +202,8 @@ class Sample:
     """
     calls: tuple[ToolCall, ...] = ()
     """Calls of tools, in order"""
+    own_reward: float | None = None
+    """the number that the agent's `solve` returned; None: it returned nothing"""
     cached_tokens: tuple[int, ...] = ()
     """of each turn, tokens of its request that the server's cache had; empty: not measured"""
     read_tokens: tuple[int, ...] = ()

@@ -26,6 +26,7 @@ from pacs_megatron.config import LoadedConfig, load_config
 from pacs_megatron.config.checks import layout_problems
 from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.config.reward_options import (
+    AgentReward,
     CodeReward,
     CustomReward,
     SingleReward,
@@ -155,7 +156,7 @@ def _check_sandboxes(loaded: LoadedConfig) -> None:
             sandbox.check(reward.sandbox)
 
 
-def _rewards(loaded: LoadedConfig) -> Sequence[SingleReward | None]:
+def _rewards(loaded: LoadedConfig) -> Sequence[SingleReward | AgentReward | None]:
     """The rewards without weights; None if no reward is set."""
     reward = loaded.config.reward
     if isinstance(reward, WeightedReward):

@@ -89,7 +89,7 @@ def rollout_record(sample: Sample, prompt: Prompt, turns: Sequence[Turn] = ()) -
     """One line: texts, verdict, lengths in tokens, mean sampler log-prob in nats, and weight
     versions; `extra` only if the data set has further columns. Of an agent also `environment`,
     [start, end) of the tokens in the response that the environment wrote, and `turns` with their
-    `calls` of tools.
+    `calls` of tools, and `own_reward`, if it returned one.
 
     Args:
         sample: with its text.
@@ -103,6 +103,8 @@ def rollout_record(sample: Sample, prompt: Prompt, turns: Sequence[Turn] = ()) -
         agent["environment"] = sample.environment
     if sample.environment or sample.calls:
         agent["turns"] = [asdict(turn) for turn in turns]
+    if sample.own_reward is not None:
+        agent["own_reward"] = sample.own_reward
     mean = math.nan
     logprobs = sample.policy_logprobs
     if len(logprobs):

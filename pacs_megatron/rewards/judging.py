@@ -5,9 +5,14 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from pacs_megatron.config.reward_options import AnyReward, RewardComponent, WeightedReward
+from pacs_megatron.config.reward_options import (
+    AgentReward,
+    AnyReward,
+    RewardComponent,
+    WeightedReward,
+)
 from pacs_megatron.contracts import Judgement, Prompt, RewardFn, Turn
-from pacs_megatron.errors import RewardError
+from pacs_megatron.errors import ConfigError, RewardError
 from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.json_reader import parse_json
 from pacs_megatron.runtime.user_code import describe
@@ -40,6 +45,8 @@ def build_reward(options: AnyReward) -> RewardFn | BatchRewardFn:
     Calls `build` of the module with the reward's name. Raises ConfigError (pattern, function,
     sandbox, key of a server).
     """
+    if isinstance(options, AgentReward):
+        raise ConfigError("reward.name=agent judges in the agent only; use another reward here")
     if isinstance(options, WeightedReward):
         return Weighted([_component(component) for component in options.components])
     # Imported here: only `math` needs sympy (0.4 s).

@@ -12,6 +12,7 @@ from pacs_megatron.config.reward_options import AnyReward
 from pacs_megatron.config.schema import Truncated
 from pacs_megatron.contracts import Prompt, Sample, Stop
 from pacs_megatron.contracts.conversation import Turn, response_text, turns_of
+from pacs_megatron.contracts.samples import AGENT_FAILURE
 from pacs_megatron.errors import RewardError
 from pacs_megatron.rewards.labels import check_failures, label_of
 from pacs_megatron.rewards.pool import RewardPool, Verdict
@@ -24,7 +25,7 @@ verdict.
 
 
 class Judge(Closing):
-    """A reward pool for samples."""
+    """A reward pool for samples; with `reward.name: agent` the agents have judged them."""
 
     def __init__(
         self, options: AnyReward, decode: Callable[[np.ndarray], str], *, truncated: Truncated
@@ -37,7 +38,8 @@ class Judge(Closing):
             truncated: `admission.truncated`; with "judge" the verdict is the label of a truncated
                 response, otherwise 0.
         """
-        self._pool = RewardPool(options)
+        self._is_agents = options.name == "agent"
+        self._pool = None if self._is_agents else RewardPool(options)
         self._options = options
         self._decode = decode
         self._truncated = truncated
@@ -45,12 +47,13 @@ class Judge(Closing):
     def submit(
         self, sample: Sample, prompt: Prompt, done: Judged, turns: Sequence[Turn] = ()
     ) -> None:
-        """Submits `sample` and returns; `done` is called later, with the sample and its text.
+        """Submits `sample` and returns; `done` is called later, with the sample and its text. With
+        the agent's own reward it is called at once.
 
         Args:
             sample: to judge.
             prompt: of the sample.
-            done: called in a thread of the pool.
+            done: called in a thread of the pool, or in this one.
             turns: of an agent whose sample has no tokens; empty: those of its tokens.
 
         Raises:
@@ -64,7 +67,11 @@ class Judge(Closing):
         def deliver(verdict: Verdict | RewardError) -> None:
             done(self._apply(decoded, verdict))
 
-        self._pool.submit(sample.id, prompt, text, deliver, turns)
+        own = self._own_verdict(sample)
+        if own is not None:
+            deliver(own)
+        elif self._pool is not None:
+            self._pool.submit(sample.id, prompt, text, deliver, turns)
 
     def check(self, judged: list[Sample]) -> None:
         """Raises RewardError if more than the configured share of these samples could not be
@@ -79,7 +86,24 @@ class Judge(Closing):
         Delivers the verdicts that exist and a RewardError for every pending sample before it
         returns.
         """
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _own_verdict(self, sample: Sample) -> Verdict | None:
+        """The verdict of the sample's agent; None if the reward pool judges.
+
+        A truncated trajectory, whose agent has returned nothing, has reward 0.
+        """
+        reward = sample.own_reward
+        if self._is_agents and reward is None and sample.stop is Stop.LENGTH:
+            reward = 0.0
+        if self._is_agents and reward is None:
+            reason = "solve returned None, expected a number: reward.name=agent"
+            return Verdict(sample.id, None, f"{AGENT_FAILURE}{reason}")
+        if not self._is_agents and reward is not None:
+            reason = f"solve returned a number, but reward.name={self._options.name} judges; return"
+            return Verdict(sample.id, None, f"{AGENT_FAILURE}{reason} None, or use `agent`")
+        return Verdict(sample.id, reward, None) if self._is_agents else None
 
     def _apply(self, sample: Sample, verdict: Verdict | RewardError) -> Sample | RewardError:
         if isinstance(verdict, RewardError):

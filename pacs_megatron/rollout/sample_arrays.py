@@ -122,7 +122,8 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
 
     Returns:
         Header: `ids`, `prompt_ids`, `prompt_lens`, `stops`, `spans` (weight versions), by
-        sample; `environment`, its tokens, if it wrote any; `calls` of tools, if there are any.
+        sample; `environment`, its tokens, if it wrote any; `calls` of tools and `own_rewards` of
+        agents, if there are any.
         Arrays, sample after sample, each with its offsets [samples + 1]: `token_ids`, int32;
         `logprobs`, float32; `routes`, int16, if a sample has the sampler's experts.
     """
@@ -137,6 +138,8 @@ def samples_to_message(samples: Sequence[Sample]) -> Message:
         header["environment"] = [sample.environment for sample in samples]
     if any(sample.calls for sample in samples):
         header["calls"] = [[asdict(call) for call in sample.calls] for sample in samples]
+    if any(sample.own_reward is not None for sample in samples):
+        header["own_rewards"] = [sample.own_reward for sample in samples]
 
     arrays: dict[str, np.ndarray] = {}
     token_ids = [sample.token_ids for sample in samples]
@@ -161,6 +164,7 @@ def samples_from_message(
     # Without it, all samples have one turn.
     environments = header.get("environment", [()] * len(tokens))
     calls = header.get("calls", [()] * len(tokens))
+    own_rewards = header.get("own_rewards", [None] * len(tokens))
     routes = [np.empty(0)] * len(header["ids"])
     if "routes" in arrays:
         routes = _split(arrays["routes"], arrays["route_offsets"])
@@ -188,6 +192,7 @@ def samples_from_message(
             stop=Stop(stop),
             environment=tuple((start, end) for start, end in environments[k]),
             calls=tuple(ToolCall(**call) for call in calls[k]),
+            own_reward=own_rewards[k],
             routes=routes[k] if len(routes[k]) else None,
         )
         samples.append(sample)
@@ -240,7 +245,7 @@ def _check_environment(header: Mapping[str, Any], arrays: Mapping[str, np.ndarra
 
 
 def write_record(path: Path, samples: Sequence[Sample]) -> None:
-    """Writes a record of samples without verdicts and without calls of tools, in the given order.
+    """Writes a record of samples without verdicts and calls of tools, in the given order.
 
     Equal samples give equal bytes (a call has its seconds).
 
@@ -250,6 +255,7 @@ def write_record(path: Path, samples: Sequence[Sample]) -> None:
     """
     header, arrays = samples_to_message(samples)
     header.pop("calls", None)
+    header.pop("own_rewards", None)
     content = save(arrays, metadata={"samples": json.dumps(header)})
     write_atomically(path, [content])
 

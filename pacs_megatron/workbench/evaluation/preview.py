@@ -122,7 +122,7 @@ def preview_text(config_path: Path, overrides: Sequence[str], rows: int) -> str:
     texts = []
     for number, (dataset, prompt_set) in enumerate(zip(datasets, prompt_sets, strict=True)):
         unverified = None
-        if config.reward is not None:
+        if config.reward is not None and config.reward.name != "agent":
             unverified = check_gold(prompt_set.prompts, config.reward)
         is_train = number < len(train)
         lines = notices(prompt_set, now, train=() if is_train else train)

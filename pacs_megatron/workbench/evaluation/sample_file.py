@@ -228,6 +228,7 @@ def _without_tokens(record: Mapping[str, Any]) -> Sample:
         sampler_logprobs=np.empty(0, dtype=np.float32),
         spans=(),
         stop=Stop(record["stop"]),
+        own_reward=record.get("own_reward"),
         text=record["response"],
     )
 

@@ -362,7 +362,7 @@ def _read_dataset(loaded: LoadedConfig, dataset: DatasetOptions, prompt_set: Pro
 def _reward(loaded: LoadedConfig) -> Iterator[Check]:
     """Whether the reward verifies gold answers of the training set."""
     reward = loaded.config.reward
-    if reward is None:
+    if reward is None or reward.name == "agent":
         return
     warning = ""
 

@@ -88,8 +88,8 @@ class Run:
         )
         self.pool = AgentPool(options, encoder, [tokenizer.eos_token_id], decode, callbacks)
 
-    def solve(self, count=1, *, max_tokens=400):
-        """The samples of `count` trajectories, by number."""
+    def start(self, count=1, *, max_tokens=400):
+        """Starts `count` trajectories."""
         prompts = {}
         requests = []
         for number in range(count):
@@ -110,8 +110,12 @@ class Run:
             )
             requests.append(request)
         self.pool.start(requests, prompts)
+
+    def solve(self, count=1, *, max_tokens=400):
+        """The samples of `count` trajectories, by number."""
+        self.start(count, max_tokens=max_tokens)
         samples = []
-        for _ in requests:
+        for _ in range(count):
             sample = self.finished.get(timeout=120)
             if isinstance(sample, Exception):
                 raise sample

@@ -73,6 +73,23 @@ def test_an_agent_knows_no_reference_answer(agent_file, running):
     assert sample.failure is None
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0.25", 0.25), ("True", 1.0), ("np.float32(0.5)", 0.5), ("None", None)]
+)
+def test_an_agent_returns_its_own_reward(agent_file, running, value, expected):
+    body = f"import numpy as np\nawait session.generate()\nreturn {value}"
+    with running(agent_file(body)) as run:
+        [sample] = run.solve()
+    assert (sample.own_reward, sample.failure) == (expected, None)
+
+
+def test_an_agent_that_reads_the_reference_answer(agent_file, running):
+    body = "await session.generate()\nreturn problem.answer == 'secret' and problem.extra == {}"
+    with running(agent_file(body), reads_answers=True) as run:
+        [sample] = run.solve()
+    assert sample.own_reward == 1.0
+
+
 def test_a_blocking_agent_delays_only_its_own_trajectory(agent_file, running):
     body = """
 await session.generate()
@@ -92,7 +109,13 @@ FAILURES = {
     "raises": ("raise ValueError('no\\nluck')", "agent: it raised ValueError: no luck"),
     "exits": ("sys.exit(3)", "agent: it raised SystemExit: 3"),
     "interrupt": ("raise KeyboardInterrupt", "agent: it raised KeyboardInterrupt"),
-    "returns": ("return 1.0", "agent: it returned float, expected None"),
+    "returns": ("return 'x'", "agent: its own reward: returned str, expected a number"),
+    "returns nan": ("return float('nan')", "agent: its own reward: the reward is nan"),
+    "returns too much": ("return 10 ** 400", "agent: its own reward: returned an integer that"),
+    "forged reward": (
+        "session._exchange({'op': 'done', 'reward': 'x'})",
+        "agent: it sent no operation (ValueError: a reward of 'x')",
+    ),
     "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "agent: its worker died (signal 11)"),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "agent: its worker died (signal 9)"),
     "exit code": ("os._exit(7)", "agent: its worker died (exit code 7)"),
@@ -241,6 +264,37 @@ def test_cancelled_trajectories_have_no_sample(agent_file, running):
         run.pool.cancel([request.id for request in run.requests])
         while len(run.requests) < 2:
             time.sleep(0.01)
+    assert run.finished.empty()
+
+
+def test_a_trajectory_cancelled_in_a_call_starts_again(agent_file, running, tmp_path):
+    """The result of the abandoned call reaches no trajectory."""
+    waits = tmp_path / "waits"
+    waits.touch()
+    tools = tmp_path / "my_tools.py"
+    tools.write_text(
+        f"import os, time\ndef wait(number):\n    while os.path.exists({str(waits)!r}):\n"
+        "        time.sleep(0.01)\n    return number\n"
+    )
+    body = """
+await session.generate()
+number = "second" if os.path.exists(SEEN) else "first"
+open(SEEN, "w").close()
+session.append(await session.call("wait", number=number))
+await session.generate()
+"""
+    start = f"SEEN = {str(tmp_path / 'seen')!r}"
+    tool = {"wait": {"kind": "custom", "function": f"{tools}:wait"}}
+    with running(agent_file(body, start), tools=tool, workers=1, tool_workers=1) as run:
+        run.start(1)
+        while not (tmp_path / "seen").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        run.pool.cancel([run.requests[0].id])
+        waits.unlink()
+        [sample] = run.solve(1)
+    assert sample.failure is None
+    assert [call.arguments for call in sample.calls] == ['{"number": "second"}']
     assert run.finished.empty()
 
 

@@ -51,6 +51,21 @@ async def solve(problem, session):
     await session.generate(max_tokens=4)
     await session.call("calculate", expression="x")
 """
+JUDGES_ITSELF = """
+async def solve(problem, session):
+    number = int(problem.id.rpartition("/")[2])
+    assert int(problem.answer) == number // 4 + number % 4
+    if number == 5:
+        await session.generate()
+        return
+    await session.generate(max_tokens=3)
+    if number == 4:
+        session.append("x" * 100)
+        await session.generate()
+    if number % 4 == 1:
+        return number / 8
+    return number % 4 == 2
+"""
 REWARD_OF_TURNS = """
 from pacs_megatron.contracts import Judgement
 
@@ -198,6 +213,52 @@ def test_the_reward_sees_turns_calls_and_errors(
             ["environment", texts[1], []],
             ["assistant", texts[2], [["calculate", '{"expression": "x"}', failure]]],
         ]
+
+
+OWN = ("reward={name: agent, label_threshold: 0.5, max_failure_frac: 1}",)
+
+
+def test_agents_that_judge_themselves(trainer: Callable[..., Trainer]) -> None:
+    one = trainer(*OWN, "rollout.agent.reads_answers=true", agent=JUDGES_ITSELF)
+    one.driver.rollout(1, 1)
+    facts, _ = facts_and_tokens(one.response())
+    one.driver._results.write_pending()
+    seen = {}
+    for record in read_rollouts(rollout_path(one.folder, 1)):
+        number = int(record["prompt_id"].rpartition("/")[2])
+        seen[number] = (record["reward"], record["label"], record["stop"])
+        if number == 5 and record["stop"] == "eos":
+            assert record["failure"].startswith("agent: solve returned None, expected a number")
+            continue
+        expected = number / 8 if number % 4 == 1 else float(number % 4 == 2)
+        if record["stop"] == "length":
+            expected = 0.0
+        assert (record["reward"], record["label"]) == (expected, int(expected >= 0.5))
+    assert facts.num_samples > 8 and len(seen) == 4
+
+
+def test_the_own_reward_of_an_agent_stays_through_a_stop(trainer: Callable[..., Trainer]) -> None:
+    agent = SOME_END_EARLY.replace("        return\n", "        return number\n") + "    return 0\n"
+    one = trainer(*OWN, agent=agent)
+    one.driver.rollout(1, 1)
+    messages = one.messages()
+    one.sample(next(messages))
+    next(messages)
+    one.driver._handle({"op": "abandon", "request": 1}, {})
+    header, arrays = one.driver.state(0, final=False)
+    finished = [
+        float(sample_id.rpartition("#")[0].rpartition("/")[2])
+        for sample_id in header["buffer"]["ids"]
+    ]
+    assert finished and header["buffer"]["own_rewards"] == finished
+
+    judged_by_text = trainer("reward.label_threshold=0.5", agent=agent)
+    judged_by_text.driver.load_state(header, arrays)
+    judged_by_text.driver.rollout(2, 1)
+    judged_by_text.response()
+    judged_by_text.driver._results.write_pending()
+    for record in read_rollouts(rollout_path(judged_by_text.folder, 1)):
+        assert record["failure"].startswith("agent: "), "two rewards: none of them is dropped"
 
 
 def test_a_step_of_the_example_game(trainer: Callable[..., Trainer]) -> None:

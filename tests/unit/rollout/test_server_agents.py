@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,29 @@ def test_turns_continue_by_ids_on_one_server(tmp_path: Path, servers: list[Repla
             assert cached == read - block
     metrics = agent_metrics(samples, ["calculate"])
     assert 0 < metrics["agent/cached_frac"] < 1 and metrics["tool/calculate/calls"] == 16
+
+
+def test_a_turn_goes_to_the_server_of_the_earlier_ones(servers: list[ReplaySglang]) -> None:
+    """Also where the other server has less to do: in the second round the trajectories come in the
+    other order, and the first request of a round always finds two idle servers.
+    """
+    turns: queue.SimpleQueue[Sample | BaseException | None] = queue.SimpleQueue()
+    first, second = requests(2, group=1, tokens=4)
+    num_sent = 0
+    with engine(servers) as made:
+        for order in ((first, second), (second, first)):
+            for server in servers:
+                server.paused = True
+            for request in order:
+                made.submit_turn(request, turns.put)
+                num_sent += 1
+                assert until(lambda: sum(len(server.bodies) for server in servers) == num_sent)  # noqa: B023
+            for server in servers:
+                server.paused = False
+            for _ in order:
+                assert isinstance(turns.get(timeout=600), Sample)
+    places = [[number for number, _ in found] for found in bodies_of(servers).values()]
+    assert sorted(places) == [[0, 0], [1, 1]]
 
 
 def test_weights_that_change_between_turns_are_spans(
