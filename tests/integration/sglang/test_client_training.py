@@ -15,6 +15,7 @@ from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
 from tests.integration.sglang.conftest import Lab
 from tests.support.ranks import run_ranks
+from tests.support.tiers import in_test
 from tests.support.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.sglang
@@ -22,13 +23,21 @@ STEPS = 3
 # A random model never ends its answer by itself, and a truncated one is label 0: then nothing would
 # be learned.
 STOP = list("abcdefghijklmnopqrstuvwxyz")
+ADAPTERS = ("policy.lora={rank: 4, alpha: 8}", "optimizer.lr=1e-2")
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "broadcast": ("broadcast", ()),
+    "disk": ("disk", ()),
+    "ipc": ("ipc", ()),
+    "adapters-broadcast": ("broadcast", ADAPTERS),
+    "adapters-disk": ("disk", ADAPTERS),
+    "adapters-ipc": ("ipc", ADAPTERS),
+}
 
 
-@pytest.mark.parametrize(
-    "transport",
-    ["broadcast", *(pytest.param(name, marks=pytest.mark.full) for name in ("disk", "ipc"))],
-)
-def test_training_through_the_real_server(lab: Lab, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("name", in_test(CASES, "broadcast"))
+def test_training_through_the_real_server(lab: Lab, tmp_path: Path, name: str) -> None:
+    """With adapters the server has the merged weights."""
+    transport, changes = CASES[name]
     config = write_tiny_run(tmp_path, lab.folders[0])
     overrides = (
         f"run.steps={STEPS}",
@@ -38,6 +47,7 @@ def test_training_through_the_real_server(lab: Lab, tmp_path: Path, transport: s
         "checkpoint.every=null",
         "batch.prompts_per_step=8",
         "mismatch.max_abs_mean=0.2",
+        *changes,
     )
 
     def on_rank(_rank: int, _world: int) -> int:

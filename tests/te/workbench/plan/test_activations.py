@@ -44,6 +44,7 @@ def _shipped() -> list[object]:
 def _options_of_memory(config: RunConfig) -> tuple[object, ...]:
     return (
         config.model.path,
+        repr(config.policy.lora),
         repr(config.parallel),
         config.resources.nodes,
         config.resources.gpu,
