@@ -106,7 +106,7 @@ def export_seconds(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu)
     seconds = 0.0
     for num_bytes, num_ranks, stride in groups:
         received = num_bytes * (num_ranks - 1) / num_ranks
-        seconds += received / _rate(num_ranks, stride, gpus_per_node, gpu)
+        seconds += received / link_rate(num_ranks, stride, gpus_per_node, gpu)
     return seconds
 
 
@@ -126,12 +126,12 @@ def _seconds_a_byte(
     seconds = 0.0
     for num_elements, num_ranks, stride in groups:
         sent = num_elements * (num_ranks - 1) / num_ranks
-        rate = _rate(num_ranks, stride, config.resources.gpus_per_node, gpu)
+        rate = link_rate(num_ranks, stride, config.resources.gpus_per_node, gpu)
         seconds += sent / rate
     return seconds
 
 
-def _rate(num_ranks: int, stride: int, gpus_per_node: int, gpu: Gpu) -> float:
+def link_rate(num_ranks: int, stride: int, gpus_per_node: int, gpu: Gpu) -> float:
     """Bytes a second of a collective, by its slowest link.
 
     Between nodes NCCL uses the network links of all of the group's GPUs on a node.

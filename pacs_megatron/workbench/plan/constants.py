@@ -127,6 +127,36 @@ CP_LOSS = Constant(
     source="assumed: share of time lost for each doubling of cp",
 )
 
+# ------------------------------------------------------------- speed of a kernel, for plan --trace
+PRODUCT_PEAK_FRAC = Constant(
+    value=0.72,
+    low=0.5,
+    high=0.8,
+    source="docs/measurements/gpu_session.md",
+)
+"""Share of the bf16 peak in one large matrix product."""
+ATTENTION_PEAK_FRAC = Constant(
+    value=0.45,
+    low=0.4,
+    high=0.52,
+    source="docs/measurements/gpu_session.md",
+)
+"""Share of the bf16 peak in attention, forward and backward; a causal mask counts half."""
+KERNEL_BANDWIDTH_FRAC = Constant(
+    value=0.7,
+    low=0.5,
+    high=0.8,
+    source="docs/measurements/gpu_session.md",
+)
+"""Share of the memory bandwidth in kernels that read and write more than they compute."""
+LAUNCH_S = Constant(
+    value=45e-6,
+    low=20e-6,
+    high=70e-6,
+    source="docs/measurements/gpu_session.md",
+)
+"""The host's time to launch one kernel."""
+
 # ------------------------------------------------------------------------------ speed of a sampler
 DECODE_BANDWIDTH_FRAC = Constant(
     value=0.99,

@@ -26,6 +26,7 @@ from pacs_megatron.workbench.trace.estimate import (
 )
 from pacs_megatron.workbench.trace.rank import TraceRequest, has_transformer_engine
 from pacs_megatron.workbench.trace.runs import trace_ranks
+from pacs_megatron.workbench.trace.seconds import formula_seconds, update_seconds
 
 _GROUP_SIZE = 8
 """samples of a traced group"""
@@ -192,6 +193,7 @@ def _estimate_lines(plan: Plan, estimate: RankEstimate) -> Iterator[str]:
             f"{peak.operation} of {peak.part}"
         )
 
+    yield _seconds_line(plan, estimate)
     yield "  collectives of an update:"
     for traffic in estimate.traffic:
         if traffic.phase == "build":
@@ -205,3 +207,20 @@ def _estimate_lines(plan: Plan, estimate: RankEstimate) -> Iterator[str]:
     for (phase, operation, place), count in estimate.syncs.items():
         if phase != "build":
             yield f"    {count:7.0f} x {operation} at {place}, {phase}"
+
+
+def _seconds_line(plan: Plan, estimate: RankEstimate) -> str:
+    """Seconds of the update by class of kernels, and the formulas' for as many micro-batches."""
+    assert plan.gpu is not None
+    seconds = update_seconds(plan.config, plan.layout, plan.gpu, estimate)
+    parts = [f"{name} {value:.2f}" for name, value in sorted(seconds.kernels.items())]
+    parts.append(f"collectives {seconds.collectives:.2f}")
+    parts.append(
+        f"data parallelism {seconds.visible_data_parallel:.2f} of "
+        f"{seconds.data_parallel:.2f} visible"
+    )
+    by_formulas = formula_seconds(plan) * estimate.num_microbatches
+    return (
+        f"  {seconds.total:.2f} s by kernels ({', '.join(parts)}, bubble {seconds.bubble:.0%}); "
+        f"{by_formulas:.2f} s by the formulas of plan"
+    )

@@ -17,6 +17,8 @@ from pacs_megatron.workbench.trace.rank import TraceRequest
 _PARTS_OF_UPDATE = ("update", "forward and backward", "optimizer")
 UPDATE_PHASES = (*_PARTS_OF_UPDATE, *(f"critic: {name}" for name in _PARTS_OF_UPDATE))
 """phases that a trace runs once for each update"""
+TrafficKey = tuple[str, str, str, tuple[int, ...], str]
+"""phase, group, operation, ranks, backend"""
 _LAYERS = 2
 """layers of a rank in the smaller trace; the larger one has twice as many"""
 
@@ -43,6 +45,8 @@ class GroupTraffic:
     calls: float
     num_bytes: float
     """of all buffers"""
+    ranks: tuple[int, ...]
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class RankEstimate:
     flops: Mapping[str, float]
     """of one update, by phase"""
     traffic: tuple[GroupTraffic, ...]
+    work: Mapping[tuple[str, str, float, float], float]
+    """number of kernels of one update by (phase, operation, FLOPs, bytes)"""
     syncs: Mapping[tuple[str, str, str], float]
     """host synchronisations of one update by (phase, operation, place)"""
 
@@ -113,8 +119,8 @@ def extrapolate(
     sent = per_update(line(_sent))
     traffic = []
     for key, number in calls.items():
-        phase, group, operation = key
-        traffic.append(GroupTraffic(phase, group, operation, number, sent[key]))
+        phase, group, operation, ranks, backend = key
+        traffic.append(GroupTraffic(phase, group, operation, number, sent[key], ranks, backend))
     return RankEstimate(
         stage=stage,
         rank=request.rank,
@@ -125,6 +131,7 @@ def extrapolate(
         live_after=line(lambda trace: trace["live_after"]),
         flops=per_update(line(lambda trace: trace["flops"])),
         traffic=tuple(traffic),
+        work=per_update(line(_work)),
         syncs=per_update(line(_syncs)),
     )
 
@@ -144,7 +151,7 @@ def with_highest_peaks(estimate: RankEstimate, other: RankEstimate) -> RankEstim
     return replace(estimate, peaks=tuple(peaks.values()))
 
 
-def _times(key: str | tuple[str, ...], updates: int) -> int:
+def _times(key: str | tuple[Any, ...], updates: int) -> int:
     """How often a trace ran the phase of a key: a score pass once, the update's phases often."""
     phase = key if isinstance(key, str) else key[0]
     return updates if phase in UPDATE_PHASES else 1
@@ -179,25 +186,33 @@ def _key(moment: Mapping[str, Any]) -> tuple[str, str, str]:
     return moment["phase"], moment["part"], moment["operation"]
 
 
-def _calls(trace: Any) -> Counter[tuple[str, str, str]]:
-    counted: Counter[tuple[str, str, str]] = Counter()
+def _calls(trace: Any) -> Counter[TrafficKey]:
+    counted: Counter[TrafficKey] = Counter()
     for call in trace["collectives"]:
         counted[_traffic_key(trace, call)] += 1
     return counted
 
 
-def _sent(trace: Any) -> Counter[tuple[str, str, str]]:
-    counted: Counter[tuple[str, str, str]] = Counter()
+def _sent(trace: Any) -> Counter[TrafficKey]:
+    counted: Counter[TrafficKey] = Counter()
     for call in trace["collectives"]:
         counted[_traffic_key(trace, call)] += call["num_bytes"]
     return counted
 
 
-def _traffic_key(trace: Any, call: Mapping[str, Any]) -> tuple[str, str, str]:
+def _traffic_key(trace: Any, call: Mapping[str, Any]) -> TrafficKey:
     ranks = list(call["ranks"])
     names = [name for name, members in trace["groups"].items() if members == ranks]
     name = names[0] if names else "a group"
-    return call["phase"], f"{name} ({len(ranks)} ranks)", call["operation"].strip("_")
+    group = f"{name} ({len(ranks)} ranks)"
+    return call["phase"], group, call["operation"].strip("_"), tuple(ranks), call["backend"]
+
+
+def _work(trace: Any) -> Counter[tuple[str, str, float, float]]:
+    counted: Counter[tuple[str, str, float, float]] = Counter()
+    for phase, operation, flops, num_bytes, count in trace["work"]:
+        counted[phase, operation, flops, num_bytes] += count
+    return counted
 
 
 def _syncs(trace: Any) -> dict[tuple[str, str, str], float]:

@@ -74,11 +74,15 @@ class Work:
         self.by_kernel: Counter[tuple[str, str, float, int]] = Counter()
         """number of kernels by (phase, operation, FLOPs, bytes)"""
 
-    def add(self, phase: str, operation: str, flops: float, num_bytes: int) -> None:
+    def add(
+        self, phase: str, operation: str, flops: float, num_bytes: int, kernels: int = 1
+    ) -> None:
+        """Counts an operation, whose work several equal kernels may share."""
         self.flops[phase] += int(flops)
         self.moved_bytes[phase] += num_bytes
-        self.kernels[phase] += 1
-        self.by_kernel[phase, operation, flops, num_bytes] += 1
+        self.kernels[phase] += kernels
+        shared = (flops / kernels, num_bytes // kernels)
+        self.by_kernel[phase, operation, *shared] += kernels
 
 
 class FakeCuda(FakeTensorMode):  # type: ignore[no-untyped-call]

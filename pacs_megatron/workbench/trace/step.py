@@ -442,6 +442,7 @@ def _result(run: TracedRank, mode: FakeCuda) -> dict[str, Any]:
         "flops": dict(work.flops),
         "moved_bytes": dict(work.moved_bytes),
         "kernels": dict(work.kernels),
+        "work": [[*kernel, count] for kernel, count in work.by_kernel.items()],
         "host_to_device_bytes": dict(work.host_to_device_bytes),
         "collectives": [call.to_json() for call in mode.collectives.calls],
         "host_syncs": syncs,

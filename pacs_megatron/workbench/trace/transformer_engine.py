@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pacs_megatron.workbench.trace.mode import DeviceMixError, FakeCuda
+from pacs_megatron.workbench.trace.seconds import IN_FP8
 
 CUDNN_VERSION = (9, 15, 0)
 _BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
@@ -239,7 +240,8 @@ class Kernels:
             rows, columns = _matrix(left)
             right_rows, right_columns = _matrix(right)
             flops += 2 * rows * columns * (right_columns if transpose_b else right_rows)
-        self._work("te_general_grouped_gemm", flops, *a, *b, *(out or []))
+        # Transformer Engine starts one product for each expert.
+        self._work("te_general_grouped_gemm", flops, *a, *b, *(out or []), kernels=len(a))
         return rest[2]  # the bias
 
     # -------------------------------------------------------------------------------- attention
@@ -313,9 +315,11 @@ class Kernels:
     def _new(self, kernel: str, shape: Sequence[int], dtype: torch.dtype) -> Any:
         return self._mode.empty(shape, dtype, f"te.{kernel}")
 
-    def _work(self, kernel: str, flops: float, *tensors: Any) -> None:
+    def _work(self, kernel: str, flops: float, *tensors: Any, kernels: int = 1) -> None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in _plain(tensors)]
-        self._mode.work.add(self._mode.phase, f"te.{kernel}", flops, sum(sizes))
+        is_fp8 = flops > 0 and any(_is_quantized(tensor) for tensor in tensors)
+        name = f"te.{kernel}{IN_FP8}" if is_fp8 else f"te.{kernel}"
+        self._mode.work.add(self._mode.phase, name, flops, sum(sizes), kernels)
 
     def _check(self, kernel: str, *tensors: Any) -> None:
         """A kernel takes pointers: one to host memory is an illegal access."""
@@ -399,11 +403,15 @@ def _data_ptr(self: FakeTensor) -> int:
     return int(self.untyped_storage()._cdata + self.storage_offset() * self.element_size())
 
 
+def _is_quantized(tensor: Any) -> bool:
+    return hasattr(tensor, "_rowwise_data") or hasattr(tensor, "_scale_inv")
+
+
 def _plain(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors, and the buffers of quantized ones."""
     plain: list[torch.Tensor] = []
     for tensor in tensors:
-        names = ()
+        names: tuple[str, ...] = ()
         if hasattr(tensor, "_rowwise_data"):
             names = _BUFFERS
         elif hasattr(tensor, "_scale_inv"):

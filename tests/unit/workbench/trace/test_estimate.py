@@ -28,6 +28,7 @@ def trace_of(layers: int) -> dict[str, Any]:
         "phase": "forward and backward",
         "operation": "allreduce_",
         "ranks": [0, 1],
+        "backend": "nccl",
         "num_bytes": 7,
     }
     score_call = {**call, "phase": "log-probs: step_start"}
@@ -39,6 +40,11 @@ def trace_of(layers: int) -> dict[str, Any]:
         "moments": [
             moment("output_layer", state + 1000, state=state, output_layer=1000),
             moment("decoder.layers", state + 40 * layers, state=state, layers=40 * layers),
+        ],
+        "work": [
+            ["forward and backward", "aten.mm.default", 50, 6, 4 * layers],
+            # A kernel over all layers has another size with each number of them.
+            ["optimizer", "te.multi_tensor_adam", 0, 100 * layers, 2],
         ],
         "collectives": [call] * (2 * layers) + [score_call],
         "host_syncs": [
@@ -70,8 +76,12 @@ def test_an_update_of_a_trace_of_two() -> None:
     by_phase = {each.phase: each for each in result.traffic}
     update = by_phase["forward and backward"]
     assert (update.group, update.calls, update.num_bytes) == ("tp (2 ranks)", 10, 70)
+    assert (update.ranks, update.backend) == ((0, 1), "nccl")
     assert by_phase["log-probs: step_start"].calls == 1
     assert result.syncs == {("optimizer", "item", "a.py:1"): 1}
+    assert result.work["forward and backward", "aten.mm.default", 50, 6] == 20
+    adam = [key[3] * count for key, count in result.work.items() if key[0] == "optimizer"]
+    assert sum(adam) == 1000
 
 
 @pytest.mark.parametrize(
