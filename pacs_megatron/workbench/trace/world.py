@@ -40,6 +40,8 @@ class WorldTrace:
     """of each rank's whole step"""
     num_collectives: list[int]
     """by rank"""
+    num_bytes: list[int]
+    """of the collectives' buffers, by rank"""
     host_syncs: list[dict[str, Any]]
     """of all ranks, in the form of a single rank's trace"""
 
@@ -150,6 +152,7 @@ def _compared(results: Mapping[int, dict[str, Any] | None], hang: str) -> WorldT
         errors=errors,
         outcomes=[result["outcome"] for result in results.values() if result is not None],
         num_collectives=[len(each.calls) for each in ranks],
+        num_bytes=[sum(call.num_bytes for call in each.calls) for each in ranks],
         host_syncs=[
             {**dict(zip(names, key, strict=True)), "count": count} for key, count in syncs.items()
         ],

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from pacs_megatron.config import load_config
+from pacs_megatron.config.layout import ranks_to_start
 from pacs_megatron.workbench.trace.rank import TraceRequest
-from tests.support.traced_rank import trace, unreviewed_waits
+from tests.support.traced_rank import ROOT, trace, unreviewed_waits
 
 FP8 = "configs/runs/pacs-qwen3-14b-2n8g-tp4-fp8.yaml"
 EXPERTS = "configs/runs/pacs-qwen3-30b-a3b-4n8g-ep8.yaml"
@@ -17,6 +19,18 @@ WIDE = "configs/runs/pacs-qwen3-32b-4n8g-tp8.yaml"
 CRITIC = "configs/paper/ppo-qwen3-8b.yaml"
 PIPELINE = "configs/runs/pacs-qwen2.5-72b-8n8g-tp8-pp4.yaml"
 LOCAL_LAYERS_ONLY = ("rope_utils.py", "PackedAttention")
+
+
+def _other_ranks_in_fp8() -> list[Any]:
+    """The first, a middle and the last rank of the shipped runs in FP8, but rank 0 of `FP8`."""
+    cases = []
+    for path in sorted((ROOT / "configs" / "runs").glob("*-fp8.yaml")):
+        config = str(path.relative_to(ROOT))
+        world_size = ranks_to_start(load_config(path, []).config)
+        for rank in (0, world_size // 2 - 1, world_size - 1):
+            if (config, rank) != (FP8, 0):
+                cases.append(pytest.param(config, rank, 2, marks=pytest.mark.campaign))
+    return cases
 
 
 @pytest.mark.parametrize(
@@ -29,6 +43,7 @@ LOCAL_LAYERS_ONLY = ("rope_utils.py", "PackedAttention")
         (PIPELINE, 0, 8),
         pytest.param(PIPELINE, 31, 8, marks=pytest.mark.campaign),
         (PIPELINE, 63, 8),
+        *_other_ranks_in_fp8(),
     ],
 )
 def test_a_shipped_run_executes(config: str, rank: int, num_layers: int) -> None:
