@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -22,10 +23,11 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from pacs_megatron.config import RunConfig
 from pacs_megatron.models import load_spec, read_spec
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS
-from pacs_megatron.workbench.plan.state import num_parameters
+from pacs_megatron.workbench.plan.state import num_parameters, trained_elements
 from tests.support.node.servers import GpuServer, Node, OutOfMemoryError, ipc_payload
 from tests.support.tiny_families import make_family
 from tests.support.tiny_models import save_tokenizer
@@ -212,6 +214,17 @@ class _HostProcess:
         server._end_scheduler(server.ended)
 
 
+def scale_of_trained(config: RunConfig, hub_id: str, model: Path, scale: float) -> float:
+    """Trained parameters of the original over those of the tiny model.
+
+    Adapters have a rank of their own, so they do not shrink as the weights do, by `scale`.
+    """
+    if config.policy.lora is None:
+        return scale
+    real = trained_elements(config, read_spec(KNOWN_MODELS[hub_id]))
+    return real / trained_elements(config, load_spec(model))
+
+
 def environment_problem(python: str, home: str, ninja: str | None, caches: list[str]) -> str:
     """Why SGLang ends at its first forward on a GPU; "" if it does not.
 
@@ -268,11 +281,12 @@ def run_on_gpu(
     config_path: Path,
     overrides: tuple[str, ...],
     host: Host | None,
-    scale: float,
+    scales: tuple[float, float],
     environment: Mapping[str, str],
 ) -> int:
     """One rank of the run, with the variables of a task on a cluster. With `host`, its handles and
-    its memory are those of GPU `rank` there.
+    its memory are those of GPU `rank` there, scaled by `scales`: of the frozen weights, and of what
+    is trained.
     """
     os.environ.update(environment)
     from pacs_megatron.sglang.weights import transports
@@ -294,11 +308,11 @@ def run_on_gpu(
         release_memory = step.release_memory
 
         def hold(run: RunContext, working: int) -> None:
-            found = host.call(
-                op="hold",
-                gpu=rank,
-                num_bytes=int(scale * sum(map(live_bytes, run.models))) + working,
-            )
+            num_bytes = 0.0
+            for model in run.models:
+                frozen = frozen_bytes(model)
+                num_bytes += scales[0] * frozen + scales[1] * (live_bytes(model) - frozen)
+            found = host.call(op="hold", gpu=rank, num_bytes=int(num_bytes) + working)
             assert not found["error"], found["error"]
 
         def emptied(run: RunContext) -> None:
@@ -324,6 +338,13 @@ def run_on_gpu(
         sync._empty_caches = emptied
         step.release_memory = released
     return int(run_rank(config_path, overrides))
+
+
+def frozen_bytes(policy: Any) -> int:
+    """Bytes on the device of weights without a gradient."""
+    parameters = itertools.chain.from_iterable(chunk.parameters() for chunk in policy.chunks)
+    storages = [each.untyped_storage() for each in parameters if not each.requires_grad]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def live_bytes(policy: Any) -> int:

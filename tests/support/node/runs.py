@@ -25,7 +25,15 @@ from pacs_megatron.observability.metrics import read_metrics
 from pacs_megatron.runtime.cores import COLOCATED_PART, allowed_cores, divide, split
 from pacs_megatron.runtime.environment import RankPlace
 from pacs_megatron.runtime.run_folder import ATTEMPT_VARIABLE
-from tests.support.node.host import SITE, Fault, Host, digest_of, run_on_gpu, tiny_model
+from tests.support.node.host import (
+    SITE,
+    Fault,
+    Host,
+    digest_of,
+    run_on_gpu,
+    scale_of_trained,
+    tiny_model,
+)
 from tests.support.node.servers import NUM_GPUS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_run import REWARD
@@ -103,6 +111,9 @@ class NodeRun:
         ]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "reward.py").write_text(REWARD.format(delay_s=0))
+        # The tokenizer's tokens are bytes, and a system prompt is a paragraph.
+        has_system_prompt = load_config(self.config_path).config.data.system_prompt is not None
+        prompt_tokens = 512 if has_system_prompt else 128
         columns = {"problem": "problem", "answer": "answer"}
         data = {"path": str(folder / "train.jsonl"), "name": "sums", "columns": columns}
         values: dict[str, Any] = {
@@ -113,8 +124,8 @@ class NodeRun:
             "resources.gpus_per_node": self.gpus,
             "batch.prompts_per_step": NUM_PROMPTS,
             "batch.samples_per_prompt": NUM_SAMPLES,
-            "batch.tokens_per_microbatch": 256,
-            "data.max_prompt_tokens": 128,
+            "batch.tokens_per_microbatch": 2 * prompt_tokens,
+            "data.max_prompt_tokens": prompt_tokens,
             "data.train": {**data, "preset": None},
             "evaluation.benchmarks": [{**data, "limit": 2}],
             "evaluation.samples_per_prompt": 4,
@@ -123,7 +134,7 @@ class NodeRun:
             "reward": {"name": "custom", "function": f"{folder}/reward.py:reward", "workers": 2},
             "rollout.sampling.max_response_tokens": 24,
             "rollout.servers.python": python,
-            "rollout.servers.context_length": 128 + 24 + 2,  # as in the file
+            "rollout.servers.context_length": prompt_tokens + 24 + 2,  # as in the file
             "rollout.sync.bucket_mib": 1,
             "rollout.probe_interval_s": 0.3,
             "optimizer.lr": 1e-3,
@@ -143,6 +154,7 @@ class NodeRun:
         model, scale = tiny_model(
             self.folder / "model", config.model.path, head_dim=16 if self.emulates_fp8 else 8
         )
+        scales = (scale, scale_of_trained(config, config.model.path, model, scale))
         num_hosts = self.nodes + config.resources.rollout_nodes
         sockets = [self.folder / f"host{i}" for i in range(num_hosts)]
         gpu_bytes = GPU_BYTES[config.resources.gpu] * self.memory_factor
@@ -168,7 +180,7 @@ class NodeRun:
                 if self.nodes > 1:
                     words += self._attached(rank, world_size, model, trainers[node])
                 gpu = rank % self.gpus
-                return run_on_gpu(gpu, self.config_path, words, host, scale, self.environment)
+                return run_on_gpu(gpu, self.config_path, words, host, scales, self.environment)
 
             num_ranks = self.nodes * self.gpus
             codes = run_ranks(run_rank, num_ranks, init_process_group=False)
@@ -238,7 +250,10 @@ def shipped_run(name: str, folder: Path, *, emulates_fp8: bool = False) -> NodeR
 
     run.nodes = 2
     run.gpus = NUM_GPUS // run.nodes
-    run.more = (f"rollout.servers.count={NUM_GPUS // servers.tp}",)
+    run.more = (
+        f"resources.nodes={run.nodes}",
+        f"rollout.servers.count={NUM_GPUS // servers.tp}",
+    )
     if config.parallel.pp > 1:
         # In the file, the ranks of a stage share the optimizer's state with another replica.
         run.more += (f"parallel.tp={NUM_GPUS // config.parallel.pp}",)
