@@ -177,7 +177,7 @@ def read_peft(folder: Path, table: WeightTable, options: LoraOptions) -> dict[st
     Raises:
         CheckpointError: if a file is missing or malformed, or the adapters are others.
     """
-    config_file = folder / ADAPTER_CONFIG
+    config_file = _file_of_peft(folder, ADAPTER_CONFIG)
     found = read_object(config_file, error=CheckpointError)
     expected = peft_config(table.spec, options, "")
     key = first_difference(found, expected)
@@ -187,7 +187,7 @@ def read_peft(folder: Path, table: WeightTable, options: LoraOptions) -> dict[st
             f"{shown(expected.get(key))}; use adapters that fit policy.lora, or change policy.lora"
         )
 
-    file = SafetensorsFile(folder / ADAPTER_WEIGHTS)
+    file = SafetensorsFile(_file_of_peft(folder, ADAPTER_WEIGHTS))
     shapes = {matrix.name: matrix.shape for matrix in all_matrices(table, options)}
     for name in sorted(file.tensors.keys() ^ shapes.keys()):
         state = "is not in policy.lora.targets" if name in file.tensors else "is missing"
@@ -200,3 +200,10 @@ def read_peft(folder: Path, table: WeightTable, options: LoraOptions) -> dict[st
                 f"fp16 {list(shape)}; the adapters belong to another model"
             )
     return {name: file.get(name) for name in shapes}
+
+
+def _file_of_peft(folder: Path, name: str) -> Path:
+    """Raises CheckpointError if the folder does not contain the file."""
+    if not is_file(folder / name, CheckpointError):
+        raise CheckpointError(f"{folder} has no {name}; name a folder of PEFT")
+    return folder / name

@@ -30,7 +30,7 @@ from pacs_megatron.config.text import local_path
 from pacs_megatron.data import load_tokenizer
 from pacs_megatron.data.tokenizer import check_same_vocabulary
 from pacs_megatron.embedded.engine import EmbeddedEngine, Vocabulary
-from pacs_megatron.errors import ConfigError, RolloutError
+from pacs_megatron.errors import CheckpointError, ConfigError, RolloutError
 from pacs_megatron.models import ModelSpec, load_spec
 from pacs_megatron.models.hub import model_folder
 from pacs_megatron.models.table import CRITIC_CLASS
@@ -282,7 +282,10 @@ def build_policy(
     if is_new or lora is not None:
         _load(policy, model_dir)
     if lora is not None and lora.path is not None:
-        adapters = read_peft(local_path(lora.path), policy.table, lora)
+        try:
+            adapters = read_peft(local_path(lora.path), policy.table, lora)
+        except CheckpointError as error:
+            raise CheckpointError(f"policy.lora.path={lora.path}: {error}") from error
         policy.load_adapters(lambda name: adapters[name])
         ups = [tensor for name, tensor in adapters.items() if "lora_B" in name]
         policy.starts_at_base = not any(bool(tensor.any()) for tensor in ups)
