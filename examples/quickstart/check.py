@@ -56,6 +56,7 @@ def policy_answers(run_dir: Path, prompts: list[np.ndarray], end: int) -> list[l
     channel = context.join(config)
     model_dir = model_folder(config.model.path)
     run = context.build(config, run_dir, model_dir, channel, None, StopFlag(run_dir))
+    context.add_base_digest(run)
     if saving.resume(run) is None:
         sys.exit(f"{run_dir} holds no checkpoint")
     vocab_size = run.policy.spec.vocab_size

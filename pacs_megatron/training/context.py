@@ -137,10 +137,15 @@ def build_on_all_ranks(
         run.stop_token_ids = tuple(ready["stop_token_ids"])
 
     run = channel.run_together(build_here)
-    if config.policy.lora is not None:
-        run.base_digest = digest_base(weights_folder(model_dir), channel)
+    add_base_digest(run)
     channel.run_together(await_driver, only=0)
     return run
+
+
+def add_base_digest(run: RunContext) -> None:
+    """Computes the digest of the frozen weights, which `saving.resume` compares. Collective."""
+    if run.config.policy.lora is not None:
+        run.base_digest = digest_base(weights_folder(run.model_dir), run.channel)
 
 
 def digest_base(folder: Path, channel: ControlChannel) -> str:
