@@ -28,6 +28,9 @@ OVERRIDES = ("reward.max_failure_frac=1", "logging.save_tokens=true")
 SLOW = """
 import time
 
+def hang():
+    time.sleep(600)
+
 async def solve(problem, session):
     number = int(problem.id.rpartition("/")[2])
     await session.generate(max_tokens=3)
@@ -35,7 +38,7 @@ async def solve(problem, session):
         raise ValueError("no luck")
     if number % 4 == 3:
         return
-    time.sleep({delay_s})
+    {wait}
     session.append(await session.call("calculate", expression=f"{{number}} * 3"))
     await session.generate(max_tokens=4)
 """
@@ -104,7 +107,7 @@ def test_a_stop_keeps_finished_trajectories_and_a_kill_changes_no_bit(
     cut = tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
-        with_agent(write_tiny_run(folder, model), SLOW.format(delay_s=0))
+        with_agent(write_tiny_run(folder, model), SLOW.format(wait=""))
     code, err = finish(start(whole / "run.yaml", "run.steps=4"))
     assert code == ExitCode.OK, err
 
@@ -133,10 +136,22 @@ def test_a_stop_keeps_finished_trajectories_and_a_kill_changes_no_bit(
 
 
 @pytest.mark.full
-def test_a_stop_in_a_call_ends_in_time_and_keeps_what_is_finished(
-    tmp_path: Path, model: Path
+@pytest.mark.parametrize("wait", ["hang()", 'await session.call("hang")'], ids=["solve", "tool"])
+def test_a_stop_ends_in_time_and_keeps_what_is_finished(
+    tmp_path: Path, model: Path, wait: str
 ) -> None:
-    config = with_agent(write_tiny_run(tmp_path, model), SLOW.format(delay_s=600), timeout_s=900)
+    """While `solve` or a tool hangs."""
+    tools = {
+        "calculate": {"kind": "calculator"},
+        "hang": {"kind": "custom", "function": f"{tmp_path / 'my_agent.py'}:hang"},
+    }
+    config = with_agent(
+        write_tiny_run(tmp_path, model),
+        SLOW.format(wait=wait),
+        timeout_s=900,
+        call_timeout_s=900,
+        tools=tools,
+    )
     run_dir = tmp_path / "runs" / "tiny"
     log = run_dir / "logs" / "driver.log"
     process = start(config)
@@ -151,7 +166,7 @@ def test_a_stop_in_a_call_ends_in_time_and_keeps_what_is_finished(
     kept = load_file(saved / "buffer.safetensors")
     assert before["ids"]
 
-    (tmp_path / "my_agent.py").write_text(SLOW.format(delay_s=0))
+    (tmp_path / "my_agent.py").write_text(SLOW.format(wait=""))
     code, err = finish(start(config))
     assert code == ExitCode.OK, err
     assert "the agent changed since the checkpoint" in err
