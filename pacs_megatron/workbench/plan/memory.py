@@ -15,6 +15,7 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.models.flops import num_attention_layers
+from pacs_megatron.rollout.resampling import num_extra_samples
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.activations import activation_items
 from pacs_megatron.workbench.plan.state import (
@@ -136,12 +137,32 @@ def servers_per_feeder(config: RunConfig, layout: Layout) -> int:
     return math.ceil(num_servers / layout.world_size)
 
 
+def most_extra_samples(config: RunConfig) -> int:
+    """Largest number of further samples of a prompt (`admission.resample`): one without a correct
+    sample.
+    """
+    options = config.admission.resample
+    if options is None:
+        return 0
+    return num_extra_samples(0.0, config.batch.samples_per_prompt, options)
+
+
+def most_samples_per_step(config: RunConfig) -> int:
+    """Largest number of samples of a step, with those of `admission.oversample`, `refill_rounds`
+    and `resample`.
+    """
+    admission = config.admission
+    prompts = math.ceil(config.batch.prompts_per_step * admission.oversample)
+    prompts *= 1 + admission.refill_rounds
+    return prompts * (config.batch.samples_per_prompt + most_extra_samples(config))
+
+
 def host_step_bytes(config: RunConfig) -> float:
-    """Host memory of the samples on rank 0, and of the driver, if every response reaches the limit:
-    those of this step and of the steps sampled ahead.
+    """Host memory of the samples on rank 0, and of the driver, if every response reaches the limit
+    and admission samples as much as it may: those of this step and of the steps sampled ahead.
     """
     num_steps = 1 + config.rollout.steps_ahead
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * num_steps
+    samples = most_samples_per_step(config) * num_steps
     sequence_tokens = max_sequence_tokens(config)
     response_tokens = sequence_tokens - config.data.max_prompt_tokens
 

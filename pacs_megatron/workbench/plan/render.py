@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from pacs_megatron.config.checks import max_sequence_tokens
+from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.runtime.files import GIB
 from pacs_megatron.workbench.plan import memory, timing
 from pacs_megatron.workbench.plan.activations import head_bytes
@@ -147,6 +148,8 @@ def _time_lines(plan: Plan) -> list[str]:
             f"  {phase.seconds:9.1f} s  {phase.name}, {low:.1f} to {high:.1f} s{flops}{note}"
         )
 
+    lines.extend(_extra_lines(plan.config))
+
     together = "together, rollout beside the rest" if plan.is_ahead else "together"
     low, high = plan.step_span
     tokens_per_s = samples * plan.lengths.total / plan.step_s / plan.num_gpus
@@ -171,6 +174,24 @@ def _time_lines(plan: Plan) -> list[str]:
         "come on top)"
     )
     return lines
+
+
+def _extra_lines(config: RunConfig) -> Iterator[str]:
+    """The samples that admission may add to a step, whose number depends on the verdicts."""
+    extra = memory.most_samples_per_step(config) - timing.samples_per_step(config)
+    if not extra:
+        return
+    admission = config.admission
+    reasons = []
+    if admission.oversample > 1:
+        reasons.append(f"oversample={admission.oversample:g}")
+    if admission.refill_rounds:
+        reasons.append(f"refill_rounds={admission.refill_rounds}")
+    if admission.resample is not None:
+        reasons.append(f"resample, at most {memory.most_extra_samples(config)} a prompt")
+    yield (
+        f"  not counted: at most {extra:,} further samples a step (admission: {', '.join(reasons)})"
+    )
 
 
 def _group_lines(plan: Plan) -> Iterator[str]:

@@ -25,6 +25,7 @@ from pacs_megatron.workbench.plan.memory import (
     StageMemory,
     kv_bytes_per_token,
     kv_cache_bytes,
+    most_extra_samples,
     sampler_weight_bytes,
     servers_per_feeder,
 )
@@ -233,14 +234,16 @@ def group_tokens(config: RunConfig, lengths: Lengths) -> tuple[int, int] | None:
     """Tokens of a group.
 
     Returns:
-        On average, and at most; None where no update depends on a group's scores.
+        On average without further samples (`admission.resample`), and at most with them; None
+        where no update depends on a group's scores.
     """
     passes_together = num_forward_passes(config, groups_together=True)
     passes_apart = num_forward_passes(config, groups_together=False)
     if config.batch.groups == "apart" or passes_together == passes_apart:
         return None
     samples = config.batch.samples_per_prompt
-    return math.ceil(samples * lengths.total), samples * max_sequence_tokens(config)
+    most_samples = samples + most_extra_samples(config)
+    return math.ceil(samples * lengths.total), most_samples * max_sequence_tokens(config)
 
 
 # ------------------------------------------------------------------------------------- the trainer

@@ -93,6 +93,16 @@ def test_state_of_two_layers_by_hand() -> None:
     assert traced["live_after"]["update"] == pytest.approx(by_hand, rel=0.01)
 
 
+def test_a_frozen_reference_or_teacher_is_in_host_memory() -> None:
+    """The GPU has no second copy of the weights, before and after the pass of the reference."""
+    live = traced_run(DENSE)["live_after"]
+
+    assert live["take reference"] == pytest.approx(live["update"], abs=2**20)
+    # Its log-probs, 4 bytes a response token, remain.
+    logprobs_bytes = live["log-probs: reference"] - live["take reference"]
+    assert 0 <= logprobs_bytes < 8 * 2**20
+
+
 def _other_ranks() -> dict[str, tuple[str, int]]:
     """A middle rank and the last one of every run with more than one."""
     cases = {}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pacs_megatron.config import load_config
+from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.contracts import Layout
 from pacs_megatron.errors import ConfigError, ExitCode
 from pacs_megatron.models import load_spec
@@ -483,6 +484,49 @@ def test_host_memory_of_the_samples() -> None:
         update={"rollout": config.rollout.model_copy(update={"max_staleness": 2})}
     )
     assert memory.host_step_bytes(ahead) == 3 * one
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "words"),
+    [
+        # A prompt without a correct sample counts as p = 1/16, so S = 2 * 1/16 * 15/16; further
+        # samples raise 8 S to 4: (4 - 0.9375) / 0.1171875 = 26.1.
+        (
+            "admission={resample: {schedule: equal, max_samples: 40}}",
+            16 * (8 + 27),
+            "432 further samples a step (admission: resample, at most 27 a prompt)",
+        ),
+        (
+            "admission={resample: {schedule: equal}}",
+            16 * (8 + 24),
+            "384 further samples a step (admission: resample, at most 24 a prompt)",
+        ),
+        # At the start, and in each of two rounds, 1.5 times 16 prompts.
+        (
+            "admission={drop_one_class_groups: true, oversample: 1.5, refill_rounds: 2}",
+            3 * 24 * 8,
+            "448 further samples a step (admission: oversample=1.5, refill_rounds=2)",
+        ),
+    ],
+    ids=["resample", "its limit", "oversample and refill_rounds"],
+)
+def test_samples_that_admission_may_add_by_hand(options: str, samples: int, words: str) -> None:
+    overrides = ["batch.prompts_per_step=16", "batch.samples_per_prompt=8"]
+    plain = load_config(BIG, overrides).config
+    assert "further samples" not in run_plan(BIG, overrides)[0]
+
+    config = load_config(BIG, [*overrides, options]).config
+    assert memory.most_samples_per_step(config) == samples
+    ratio = memory.host_step_bytes(config) / memory.host_step_bytes(plain)
+    assert ratio == samples / (16 * 8)
+    assert f"not counted: at most {words}" in run_plan(BIG, [*overrides, options])[0]
+
+
+def test_the_longest_group_has_the_further_samples() -> None:
+    config = load_config(BIG, ["admission={resample: {schedule: equal}}"]).config
+    groups = timing.group_tokens(config, timing.mean_lengths(config))
+    assert groups is not None
+    assert groups[1] == 32 * max_sequence_tokens(config)
 
 
 @pytest.mark.full
