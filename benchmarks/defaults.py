@@ -5,11 +5,13 @@ r"""Measures settings of each objective on the quickstart's task, as the reason 
         --only '{}' --log objectives.jsonl
 
 An objective is a name with a grid below, or a configuration, which keeps its own values but for
-`--only`. Every run starts from the seed's warm start (one for all settings), takes 25 steps of 16
-prompts x 8 samples on one rank with one thread, and evaluates before and after: 96 held-out
-problems, 8 draws each. `sft` repeats the warm start itself. One line of JSON a run goes to the log;
-runs that the log has are skipped. At the end a table of the whole log: means with Student's 95 %
-intervals over seeds (with `--best-of` also the differences of pass@1 to PACS on the same seeds).
+`--only`. The setting `"teacher": "pacs-lr0.0002"` is the export of that run on the same seed, in
+the folder of `--folder`. Every run starts from the seed's warm start (one for all settings), takes
+25 steps of 16 prompts x 8 samples on one rank with one thread, and evaluates before and after: 96
+held-out problems, 8 draws each. `sft` repeats the warm start itself. One line of JSON a run goes to
+the log; runs that the log has are skipped. At the end a table of the whole log: means with
+Student's 95 % intervals over seeds (with `--best-of` also the differences of pass@1 to PACS on the
+same seeds).
 `--task partial` takes the study's second task instead (benchmarks/tasks.py); its lines also have
 the sampled tokens of every step and the diversity of the correct responses before and after, and a
 last table has the steps and tokens to 0.9 of the ceiling.
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ KEYS = {
     "reference": "objective.reference",
     "updates": "batch.updates_per_step",
     "shuffle": "data.shuffle_labels",
+    "teacher": "objective.teacher",
 }
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}
 """Number of seeds -> 97.5 % point of Student's t with one degree of freedom less."""
@@ -93,6 +96,13 @@ def overrides(objective: str, setting: Setting) -> list[str]:
     for name, value in setting.items():
         words.append(f"{KEYS[name]}={json.dumps(value)}")
     return words
+
+
+def with_teacher(setting: Setting, seed: int, folder: Path) -> Setting:
+    """The setting with the path of its teacher, which it names as a run without its seed."""
+    if "teacher" not in setting:
+        return setting
+    return setting | {"teacher": f"{folder}/runs/{setting['teacher']}-seed{seed}/hf"}
 
 
 def best(objective: str, log: Path) -> Setting:
@@ -198,19 +208,23 @@ def _train_from_warm_start(
         f"evaluation.benchmarks.0.path={data}/test.json",
         "evaluation.every=null",
         "checkpoint.every=null",
-        *overrides(objective, setting),
+        *overrides(objective, with_teacher(setting, seed, folder)),
     )
 
 
 def _reward_results(rows: Sequence[MetricsRow]) -> dict[str, Any]:
-    """Evaluations before and after, and the rewards of every step."""
+    """Evaluations before and after, rewards of every step, further samples (DARS) of the run."""
     steps = [row for row in rows if "reward/mean" in row]
+    extra = {}
+    if "admission/extra_samples" in steps[-1]:
+        extra["extra_samples"] = sum(int(row["admission/extra_samples"] or 0) for row in steps)
     return {
         "start": rows[0]["eval/test/pass@1"],
         "pass@1": rows[-1]["eval/test/pass@1"],
         "pass@8": [rows[0]["eval/test/pass@8"], rows[-1]["eval/test/pass@8"]],
         "entropy": [steps[0]["policy/entropy"], steps[-1]["policy/entropy"]],
         "rewards": [row["reward/mean"] for row in steps],
+        **extra,
     }
 
 
@@ -403,9 +417,11 @@ def jobs_of(options: argparse.Namespace, logged: Sequence[Row]) -> list[tuple[st
     """(objective, setting, seed) of the runs that the log lacks."""
     jobs = []
     for objective in options.objectives:
-        chosen: Sequence[Mapping[str, Any]] = options.only or settings(objective)
+        chosen: Sequence[Setting] = options.only or settings(objective)
         if options.best_of:
             chosen = [best(objective, options.best_of)]
+        if options.shuffle:
+            chosen = [setting | {"shuffle": True} for setting in chosen]
         for setting, seed in itertools.product(chosen, options.seeds):
             who = (options.task, Path(objective).stem, seed)
             is_logged = any(_setting(row) == setting and _who(row) == who for row in logged)
@@ -420,6 +436,9 @@ def run_jobs(options: argparse.Namespace, folder: Path) -> None:
         folder /= options.task
 
     def warm(seed: int) -> Path:
+        run_dir = folder / "runs" / f"warm-{seed}"
+        if (run_dir / "hf").exists():
+            return run_dir
         return warm_start(seed, folder, f"warm-{seed}", task=options.task)
 
     def run(job: tuple[str, Setting, int]) -> Row:
@@ -451,6 +470,7 @@ def main() -> int:
     parser.add_argument(
         "--best-of", type=Path, help="the best setting of each objective in this log, for all seeds"
     )
+    parser.add_argument("--shuffle", action="store_true", help="all settings with shuffled labels")
     parser.add_argument("--task", choices=sorted(TASKS), default="quickstart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
