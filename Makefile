@@ -48,7 +48,7 @@ quickstart: install ## tiny model -> warm start -> PACS -> Hugging Face checkpoi
 
 # What depends on the versions of Megatron-Core, torch and Python.
 OTHER_TESTS := $(addprefix tests/unit/,checkpoint convert embedded models parallel policy training workbench/certify workbench/plan workbench/preflight) \
-	$(addprefix tests/distributed/,training/test_main_beside.py policy/test_model_families.py policy/test_gated_delta.py policy/test_logits.py workbench/certify/test_run_hybrids.py workbench/plan/test_memory.py) \
+	$(addprefix tests/distributed/,training/test_main_beside.py training/test_main_node_of_eight_hybrids.py policy/test_model_families.py policy/test_gated_delta.py policy/test_logits.py workbench/certify/test_run_hybrids.py workbench/plan/test_memory.py) \
 	tests/distributed/checkpoint/test_run_checkpoint.py tests/distributed/convert/test_convert.py \
 	tests/integration/checkpoint/test_run_checkpoint.py tests/integration/examples/quickstart \
 	tests/fake_cuda/workbench/trace/test_linear_attention.py

@@ -21,6 +21,7 @@ from tests.support.metrics import reproducible_bytes
 from tests.support.node.host import Host
 from tests.support.node.runs import (
     GPU_BYTES,
+    HYBRIDS,
     RUNS,
     NodeRun,
     check_run,
@@ -54,6 +55,7 @@ def in_tiers() -> list[object]:
     return [
         pytest.param(name, marks=marks.get(name, (pytest.mark.campaign,)))
         for name in sorted(path.stem for path in RUNS.glob("*n8g*.yaml"))
+        if name not in HYBRIDS
     ]
 
 

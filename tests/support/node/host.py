@@ -29,7 +29,7 @@ from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS
 from pacs_megatron.workbench.plan.state import num_parameters, trained_elements
 from tests.support.node.servers import GpuServer, Node, OutOfMemoryError, ipc_payload
-from tests.support.tiny_families import make_family
+from tests.support.tiny_families import HYBRIDS, make_family
 from tests.support.tiny_models import save_tokenizer
 
 SITE = Path(__file__).with_name("site")
@@ -271,9 +271,36 @@ def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
             # divides only these, and the optimizer's state of the others is small.
             "moe_intermediate_size": 16 * head_dim,
         }
-    make_family(folder, family, dtype="bfloat16", **shape)
+    if family in HYBRIDS:
+        shape |= _hybrid_shape(real, head_dim)
+    case = family.removesuffix("_text")
+    make_family(folder, case, dtype="bfloat16", **shape)
     save_tokenizer(folder)
     return folder, num_parameters(read_spec(real)) / num_parameters(load_spec(folder))
+
+
+def _hybrid_shape(real: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Of a delta net, one layer in two, with the original's value heads for each key head; and
+    experts that are nine tenths of the parameters.
+    """
+    num_key_heads = 8
+    per_key_head = real["linear_num_value_heads"] // real["linear_num_key_heads"]
+    shape = {
+        "full_attention_interval": 2,
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_key_heads * per_key_head,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+        "linear_conv_kernel_dim": real["linear_conv_kernel_dim"],
+    }
+    if "num_experts" in real:
+        shape |= {
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24 * head_dim,
+            "shared_expert_intermediate_size": head_dim,
+        }
+    return shape
 
 
 def run_on_gpu(

@@ -39,6 +39,8 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_run import REWARD
 
 RUNS = Path(__file__).parents[3] / "configs" / "runs"
+HYBRIDS = tuple(sorted(path.stem for path in RUNS.glob("*qwen3.5*n8g*.yaml")))
+"""Shipped runs of models with gated delta nets"""
 GPU_BYTES = {"h100": 80 << 30, "h200": 141 << 30}
 NUM_PROMPTS = 8
 NUM_SAMPLES = 4
