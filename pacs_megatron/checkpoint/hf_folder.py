@@ -25,6 +25,7 @@ from pacs_megatron.checkpoint.staging import StagedFolder
 from pacs_megatron.config.text import MAX_NAME_BYTES
 from pacs_megatron.errors import CheckpointError, ConversionError
 from pacs_megatron.models import (
+    VISION_PREFIX,
     Entry,
     ModelSpec,
     WeightTable,
@@ -284,6 +285,12 @@ def _check_redundant(folder: HfFolder, table: WeightTable, name: str) -> None:
     """Raises ConversionError if a tensor without a row has weights of its own."""
     if name.endswith(_ROTARY_TABLE):
         return
+    if name.startswith(VISION_PREFIX) and table.spec.delta is not None:
+        raise ConversionError(
+            f"{folder.path} contains {name}, a name of a model with a vision tower, but its "
+            f"config.json is of the language model alone ({table.spec.family}); load the folder "
+            "with transformers and write it with save_pretrained(..., save_original_format=False)"
+        )
     if name != _OUTPUT or not table.spec.tied:
         raise ConversionError(
             f"{folder.path} contains {name}, which no row of the table of family "

@@ -115,6 +115,29 @@ def test_other_tensors_are_rejected_as_before(tmp_path: Path) -> None:
     assert Beside(hf).infos == []
 
 
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_a_language_model_with_names_beside_a_vision_tower_is_rejected(
+    tmp_path: Path, case: str
+) -> None:
+    """transformers writes such a folder from a published model; the error's advice helps."""
+    from transformers import AutoModelForCausalLM
+
+    published = make_with_vision(tmp_path / "published", case)
+    model = AutoModelForCausalLM.from_pretrained(published)
+    model.save_pretrained(tmp_path / "text")
+    with pytest.raises(
+        ConversionError,
+        match=r"contains model\.language_model\..* config\.json is of the language model alone .*"
+        r"save_original_format=False",
+    ):
+        hf_to_megatron(str(tmp_path / "text"), ConversionOptions(out=tmp_path / "none"))
+
+    model.save_pretrained(tmp_path / "plain", save_original_format=False)
+    checkpoint = tmp_path / "ckpt"
+    hf_to_megatron(str(tmp_path / "plain"), ConversionOptions(out=checkpoint, verify=True))
+    assert MegatronWeights(checkpoint).table.spec.hf_prefix == "model."
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
