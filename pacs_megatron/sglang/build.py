@@ -8,7 +8,7 @@ from pathlib import Path
 from pacs_megatron.config.rollout_options import SglangRollout, SglangServers
 from pacs_megatron.config.schema import ModelOptions, RoutingKind
 from pacs_megatron.errors import ConfigError, RolloutError
-from pacs_megatron.models import load_spec
+from pacs_megatron.models import language_config, load_config, load_spec
 from pacs_megatron.runtime.cores import rollout_cores
 from pacs_megatron.runtime.environment import check_secret, visible_gpus
 from pacs_megatron.sglang.api import SglangApi
@@ -50,10 +50,12 @@ def server_specs(
     """One per managed server; logs and pid files go to `folder`.
 
     Raises:
-        ConfigError: the interpreter does not exist, a key is not valid, or GPUs are missing.
+        ConfigError: the interpreter does not exist, a key is not valid, GPUs are missing, or SGLang
+            would read another hybrid from config.json.
     """
     servers = options.servers
     assert servers is not None
+    _check_layers(Path(model.path))
     program, *arguments = servers.python
     if "/" in program:
         if not Path(program).exists():
@@ -90,6 +92,33 @@ def server_specs(
         )
         specs.append(spec)
     return specs
+
+
+def _check_layers(folder: Path) -> None:
+    """Raises ConfigError unless SGLang finds the layers of a hybrid.
+
+    It reads `full_attention_interval`, which transformers does not write, and not `layer_types`
+    (SGLang 0.5.23, configs/qwen3_next.py, `layers_block_type`).
+    """
+    if not (folder / "config.json").is_file():
+        return
+    delta = load_spec(folder).delta
+    if delta is None:
+        return
+    numbers = range(1, len(delta.layers) + 1)
+    given = language_config(load_config(folder)).get("full_attention_interval")
+    for interval in numbers:
+        if delta.layers == tuple(number % interval != 0 for number in numbers):
+            if given == interval:
+                return
+            advice = f"set it to {interval}"
+            break
+    else:
+        advice = "no value gives the attention of layer_types; use rollout.engine=embedded"
+    raise ConfigError(
+        f"{folder}/config.json: full_attention_interval={given!r}, from which alone SGLang reads "
+        f"the layers of a hybrid; {advice}"
+    )
 
 
 def devices_of(servers: SglangServers, index: int, visible: Sequence[str]) -> str:

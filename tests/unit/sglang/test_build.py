@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pacs_megatron.config.rollout_options import SglangRollout, SglangServers, S
 from pacs_megatron.config.schema import ModelOptions, SamplingOptions
 from pacs_megatron.errors import ConfigError
 from pacs_megatron.sglang import build
+from tests.support.tiny_families import make_family
 
 
 class RecordedServer:
@@ -74,3 +76,35 @@ def test_an_error_after_the_start_closes_all_servers(
     with pytest.raises(ConfigError, match="no engine"):
         open_engine(tmp_path, tiny_qwen3, "disk", device="cpu")
     assert [server.is_closed for server in started] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("case", "layers", "interval", "advice"),
+    [
+        ("qwen3_5", "da", None, "set it to 2"),
+        ("qwen3_5", "dda", 2, "set it to 3"),
+        ("qwen3_next", "ddad", 3, None),
+        ("qwen3_next", "add", 3, "no value gives .* use rollout.engine=embedded"),
+        ("qwen3_5_moe", "dad", 2, None),
+    ],
+)
+def test_a_hybrid_whose_layers_sglang_would_not_find_is_rejected(
+    tmp_path: Path, case: str, layers: str, interval: int | None, advice: str | None
+) -> None:
+    """`d` is a layer with a delta net, `a` one with attention."""
+    types = ["linear_attention" if kind == "d" else "full_attention" for kind in layers]
+    model = make_family(tmp_path, case, num_hidden_layers=len(layers), layer_types=types)
+    file = model / "config.json"
+    content = json.loads(file.read_text()) | {"full_attention_interval": interval}
+    file.write_text(json.dumps(content))
+    options = SglangRollout(
+        engine="sglang",
+        sampling=SamplingOptions(max_response_tokens=1),
+        sync=SglangSync(transport="disk"),
+        servers=SglangServers(python=(sys.executable,), device="cpu"),
+    )
+    if advice is None:
+        assert len(build.server_specs(options, ModelOptions(path=str(model)), tmp_path)) == 1
+        return
+    with pytest.raises(ConfigError, match=f"full_attention_interval={interval}, .*; {advice}"):
+        build.server_specs(options, ModelOptions(path=str(model)), tmp_path)
