@@ -245,7 +245,9 @@ def environment_problem(python: str, home: str, ninja: str | None, caches: list[
     return ""
 
 
-def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
+def tiny_model(
+    folder: Path, hub_id: str, head_dim: int, *, num_layers: int = 2
+) -> tuple[Path, float]:
     """A model of the same family, with the key-value heads and ties of the original, and the ratio
     of their parameters. FP8 needs a multiple of 16 as `head_dim`: every width is a multiple of it,
     on eight ranks too.
@@ -259,7 +261,7 @@ def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
         "num_key_value_heads": real["num_key_value_heads"],
         "tie_word_embeddings": real["tie_word_embeddings"],
         "vocab_size": 272,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "max_position_embeddings": 1024,
         **({} if family == "qwen2" else {"head_dim": head_dim}),
     }
@@ -275,6 +277,11 @@ def tiny_model(folder: Path, hub_id: str, head_dim: int) -> tuple[Path, float]:
         shape |= _hybrid_shape(real, head_dim)
     case = family.removesuffix("_text")
     make_family(folder, case, dtype="bfloat16", **shape)
+    if family in HYBRIDS:
+        # transformers does not write the key from which SGLang reads the layers.
+        file = folder / "config.json"
+        interval = {"full_attention_interval": shape["full_attention_interval"]}
+        file.write_text(json.dumps(json.loads(file.read_text()) | interval))
     save_tokenizer(folder)
     return folder, num_parameters(read_spec(real)) / num_parameters(load_spec(folder))
 

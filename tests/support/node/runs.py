@@ -154,7 +154,10 @@ class NodeRun:
         config = load_config(self.config_path, self.more).config
         assert config.resources.gpu is not None
         model, scale = tiny_model(
-            self.folder / "model", config.model.path, head_dim=16 if self.emulates_fp8 else 8
+            self.folder / "model",
+            config.model.path,
+            head_dim=16 if self.emulates_fp8 else 8,
+            num_layers=max(2, config.parallel.pp),
         )
         scales = (scale, scale_of_trained(config, config.model.path, model, scale))
         num_hosts = self.nodes + config.resources.rollout_nodes
