@@ -40,6 +40,7 @@ from tests.support.policies.certify_runs import (
     write_run,
 )
 from tests.support.policies.changed_runs import CHANGED, certify_changed
+from tests.support.policies.hybrid_runs import HYBRID_RUNS
 from tests.support.policies.injected_errors import INJECTED_ERRORS, is_number
 from tests.support.policies.unseen_runs import COMBINATIONS
 
@@ -53,6 +54,7 @@ KINDS = (
     "random",
     "objectives",
     "upstream",
+    "hybrids",
 )
 Key = tuple[str, str]
 """(kind, case)"""
@@ -69,6 +71,7 @@ def cases(kinds: list[str], seeds: range) -> Iterator[Key]:
         "combinations": COMBINATIONS,
         "objectives": OBJECTIVE_RUNS,
         "upstream": UPSTREAM,
+        "hybrids": HYBRID_RUNS,
     }
     for kind in kinds:
         for name in names[kind]:
@@ -131,7 +134,7 @@ def drawn_run(kind: str, name: str) -> tuple[str, dict[str, Any]]:
     """(model of CASES, changes)"""
     if kind == "random":
         return random_run(int(name))
-    return (UNSEEN | OBJECTIVE_RUNS | UPSTREAM)[name]
+    return (UNSEEN | OBJECTIVE_RUNS | UPSTREAM | HYBRID_RUNS)[name]
 
 
 def three_digits(largest: float | str) -> float | str:

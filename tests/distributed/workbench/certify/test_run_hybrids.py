@@ -17,6 +17,7 @@ from pacs_megatron.errors import ConfigError
 from pacs_megatron.workbench.certify.run import certify
 from tests.support.needs import needs_delta_nets
 from tests.support.policies.certify_runs import write_run
+from tests.support.policies.hybrid_runs import HYBRID_RUNS
 from tests.support.policies.injected_errors import is_number
 from tests.support.tiers import in_test
 
@@ -59,6 +60,16 @@ def environment() -> Iterator[None]:
 def test_a_hybrid_is_green(tmp_path: Path, name: str) -> None:
     family, nproc, parallel, objective = RUNS[name]
     changes = {"run": {"nproc": nproc}, "parallel": parallel, "objective": objective}
+    certificate = certify(write_run(tmp_path, changes, family), [], out=tmp_path / "out")
+    assert certificate is not None
+    assert certificate.is_green, certificate.line()
+
+
+@needs_delta_nets
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", HYBRID_RUNS)
+def test_every_layout_with_every_objective_is_green(tmp_path: Path, name: str) -> None:
+    family, changes = HYBRID_RUNS[name]
     certificate = certify(write_run(tmp_path, changes, family), [], out=tmp_path / "out")
     assert certificate is not None
     assert certificate.is_green, certificate.line()
