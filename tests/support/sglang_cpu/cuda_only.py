@@ -32,15 +32,18 @@ class CudaOnly:
 
 
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `<package>.<anything>` as an empty module whose attributes are CudaOnly."""
+    """Finds `<package>.<anything>` as an empty module whose attributes are CudaOnly, except the
+    modules that exist.
+    """
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, package: str, existing: tuple[str, ...]) -> None:
         self.prefix = package + "."
+        self.existing = frozenset(self.prefix + name for name in existing)
 
     def find_spec(
         self, fullname: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(self.prefix):
+        if not fullname.startswith(self.prefix) or fullname in self.existing:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -65,7 +68,12 @@ def attribute_of(module: str) -> Any:
     return get
 
 
-def install(package: str) -> Any:
-    """Registers the finder of submodules; returns the package's own `__getattr__`."""
-    sys.meta_path.insert(0, _Submodules(package))
+def install(package: str, *existing: str) -> Any:
+    """Registers the finder of submodules; returns the package's own `__getattr__`.
+
+    Args:
+        package: its name.
+        existing: submodules that have a file of their own.
+    """
+    sys.meta_path.insert(0, _Submodules(package, existing))
     return attribute_of(package)

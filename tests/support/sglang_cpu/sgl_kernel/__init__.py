@@ -1,5 +1,6 @@
 """CPU replacement of SGLang's CUDA kernels (see cuda_only.py)."""
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from cuda_only import install
 
 __version__ = "0.4.10"
-__getattr__ = install("sgl_kernel")
+__getattr__ = install("sgl_kernel", "delta_nets", "mamba")
+
+importlib.import_module("sgl_kernel.delta_nets")  # registers operators
 
 
 def _no_cudart() -> Any:
