@@ -1,4 +1,4 @@
-"""Hybrids on real servers: every transport brings all weights, and responses are theirs.
+"""A dense hybrid on a real server: every transport brings all weights, and responses are theirs.
 
 The kernels of a gated delta net are those of tests/support/sglang_cpu.
 """
@@ -31,12 +31,13 @@ pytestmark = [pytest.mark.sglang, pytest.mark.full]
 
 STAND_INS = Path(__file__).parents[3] / "support" / "sglang_cpu"
 TRANSPORTS = ("disk", "broadcast", "ipc")
-BF16_NATS = 0.15
+NATS = 1e-3
 
 
-def make(folder: Path, case: str, seed: int) -> Path:
+def make(folder: Path, seed: int) -> Path:
     """With a tokenizer, and the key from which SGLang reads the kind of each layer."""
-    make_family(folder, case, seed=seed, dtype="bfloat16", vocab_size=397)
+    # On a CPU SGLang pads the MLP to multiples of 32.
+    make_family(folder, "qwen3_5", seed=seed, vocab_size=397, intermediate_size=64)
     save_tokenizer(folder)
     file = folder / "config.json"
     content = json.loads(file.read_text()) | {"full_attention_interval": 2}
@@ -51,6 +52,9 @@ def serving(
     """The URL of a server of `model`, whose weights are random until a push."""
     require_sglang()
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
+    # Else SGLang keeps the convolution's state in bf16 (configs/mamba_utils.py:68), and log-probs
+    # differ by up to 0.02 nats.
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
     specs = sglang.server_specs(options, ModelOptions(path=str(model)), tmp / "servers")
     [server] = sglang.start_servers(specs, START_S)
     try:
@@ -69,19 +73,16 @@ def worst(sample: Sample, model: torch.nn.Module) -> float:
     return float(np.abs(sample.sampler_logprobs - expected).max())
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_every_way_brings_all_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_every_way_brings_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each push the checksums are the export's, and log-probs those of the new weights."""
     from transformers import AutoModelForCausalLM
 
-    folders = [make(tmp_path / f"m{seed}", case, seed) for seed in range(2)]
+    folders = [make(tmp_path / f"m{seed}", seed) for seed in range(2)]
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in folders
     ]
-    options = own_options(servers={"extra_args": ("--load-format", "dummy")})
+    options = own_options(dtype="fp32", servers={"extra_args": ("--load-format", "dummy")})
     with serving(options, folders[0], tmp_path, monkeypatch) as url:
         verified = set()
         for number, transport in enumerate(TRANSPORTS):
@@ -100,7 +101,7 @@ def test_every_way_brings_all_weights(
                 verified.add(sync.report.verified)
                 samples = list(engine.stream(sample_requests(8, tag=transport, tokens=12)))
             sync.close()
-            assert max(worst(sample, models[new]) for sample in samples) < BF16_NATS
+            assert max(worst(sample, models[new]) for sample in samples) < NATS
             assert min(worst(sample, models[1 - new]) for sample in samples) > 0.5
         [count] = verified
         assert count > 20
