@@ -2,6 +2,7 @@
 test_tool_worker.py.
 """
 
+import gc
 import os
 import threading
 import time
@@ -330,10 +331,11 @@ def test_a_worker_that_dies_at_its_start(agent_file, running):
 
 
 def test_the_pool_leaves_this_process_as_it_was(agent_file, running):
+    gc.collect()  # files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     with running(agent_file("await session.generate()")) as run:
         run.solve()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("kind", ["text", "end"])

@@ -163,7 +163,7 @@ def test_words_of_yaml_1_1_stay_text(base: Path) -> None:
         (
             ["reward.name=maths"],
             "reward.name='maths': expected one of math, arithmetic, format, code, http, custom, "
-            "weighted; did you mean math? (override)",
+            "weighted, agent; did you mean math? (override)",
         ),
         (
             ["objective.reward_proxy=sum_log"],
@@ -210,7 +210,7 @@ def test_wrong_overrides(base: Path, overrides: list[str], expected: str) -> Non
             "  name: math\n",
             "  workers: 2\n",
             "`reward.name` is missing; set it to one of math, arithmetic, format, code, http, "
-            "custom, weighted (bad.yaml:17)",
+            "custom, weighted, agent (bad.yaml:17)",
         ),
         (
             "  beta: 2\n",

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.quickstart.run import make_inputs
+from examples.tools.problems import write_products
 from pacs_megatron.observability.metrics import read_metrics
+from pacs_megatron.observability.rollout_log import read_rollouts, rollout_path
+from tests.support.needs import require_sglang
 from tests.support.tiers import in_tiers
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -70,3 +74,46 @@ def test_the_tutorial_learns_and_its_control_does_not(tmp_path: Path, seed: str)
     out = call("pacs_megatron", *words, f"--out={tmp_path}/eval", benchmark)
     print(out)
     assert "pass@1" in out
+
+
+@pytest.mark.full
+@pytest.mark.sglang
+def test_two_steps_on_the_real_server(tmp_path: Path) -> None:
+    """After the whole warm start, which teaches calls."""
+    require_sglang()
+    make_inputs(tmp_path / "tools-inputs", 0, write_products)
+    call(
+        "pacs_megatron",
+        "train",
+        "examples/tools/warmstart.yaml",
+        f"run.dir={tmp_path}",
+        "run.seed=0",
+        f"model.path={tmp_path}/tools-inputs/model",
+        f"data.train.path={tmp_path}/tools-inputs/data/demonstrations.json",
+    )
+    call(
+        "pacs_megatron",
+        "train",
+        "examples/tools/train-sglang.yaml",
+        f"run.dir={tmp_path}",
+        f"model.path={tmp_path}/tools-warmstart/hf",
+        f"data.train.path={tmp_path}/tools-inputs/data/train.json",
+        f"evaluation.benchmarks.0.path={tmp_path}/tools-inputs/data/test.json",
+        "evaluation.benchmarks.0.limit=4",
+        "run.steps=2",
+        "batch.prompts_per_step=8",
+        "optimizer.warmup_updates=1",
+        f"rollout.servers.python=[{ROOT}/.venv-sglang/bin/python]",
+    )
+    run_dir = tmp_path / "tools-sglang"
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["agent/failed"] == 0 and row["tool/calculator/calls"] > 0
+        assert row["reward/label_mean"] > 0 and row["agent/cached_frac"] > 0
+    versions = set()
+    for step in (1, 2):
+        for sample in read_rollouts(rollout_path(run_dir, step)):
+            versions |= {span["version"] for span in sample["spans"]}
+    # A version counts updates, of which a step has two.
+    assert versions == {0, 2}
