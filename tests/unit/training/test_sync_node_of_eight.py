@@ -372,10 +372,12 @@ def test_the_trainer_has_its_memory_before_its_servers_start(
     """A server that starts earlier measures memory that the model takes before the server does."""
     events: list[str] = []
     model = SimpleNamespace(offload=SimpleNamespace(to_host=lambda: events.append("off-loaded")))
+    rank = SimpleNamespace(device=torch.device("cpu"))
+    config = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml").config
 
     def build(*_: Any) -> Any:
         events.append("built")
-        return SimpleNamespace(models=[model], rank=SimpleNamespace(device=torch.device("cpu")))
+        return SimpleNamespace(config=config, models=[model], rank=rank)
 
     channel = SimpleNamespace(run_together=lambda action, only=None: action())
     monkeypatch.setattr(training_context, "join", lambda _: channel)
@@ -390,7 +392,6 @@ def test_the_trainer_has_its_memory_before_its_servers_start(
         reply=lambda message: events.append(message["op"]), receive=receive
     )
     stop: Any = SimpleNamespace()
-    config = load_config(ROOT / "configs" / "runs" / "pacs-qwen3-8b-1n8g-tp2.yaml").config
     run = training_context.build_on_all_ranks(config, tmp_path, tmp_path, driver, stop)
     assert (driver.notices, run.stop_token_ids) == (["a line"], (7,))
     assert events == ["built", "off-loaded", "start_servers", "received"]
