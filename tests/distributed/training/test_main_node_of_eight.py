@@ -245,7 +245,9 @@ def check_kill(tmp_path: Path, name: str, transport: str, path: str, tp: int) ->
         reason for reason in killed.hosts[-1]["ended"] if reason.endswith(f": killed in {path}")
     ]
     assert len(killings) == 1 and str(gpu) in killings[0]
-    assert all(server["answered"] for server in servers)
+    # On a busy host the killed one may come back after the last request.
+    others = [server for server in servers if server["gpus"][0] != gpu]
+    assert all(server["answered"] for server in others)
     assert {server["held"] for server in servers} == {killed.exported()}
     assert len({server["version"] for server in servers}) == 1
     if name == COLOCATED:  # ahead of training, the samples' weights depend on time
