@@ -11,7 +11,6 @@ Concurrency: one thread with a selector serves all workers. Other threads `start
 
 import json
 import logging
-import math
 import os
 import queue
 import selectors
@@ -33,7 +32,8 @@ from pacs_megatron.config.agent_options import AgentOptions
 from pacs_megatron.contracts import Prompt, Sample, SampleRequest, Stop, ToolCall
 from pacs_megatron.contracts.samples import AGENT_FAILURE
 from pacs_megatron.data.turns import Message, TurnEncoder
-from pacs_megatron.errors import AgentError, ConfigError, DataError
+from pacs_megatron.errors import AgentError, ConfigError, DataError, RewardError
+from pacs_megatron.rewards.labels import as_reward
 from pacs_megatron.runtime.closing import Closing
 from pacs_megatron.runtime.json_reader import as_object, parse_json
 from pacs_megatron.runtime.worker_process import WorkerProcess
@@ -313,7 +313,7 @@ class AgentPool(Closing):
         try:
             operation = as_object(parse_json(line, "operation", any_text=True), "operation")
             self._handle(worker, operation)
-        except (DataError, KeyError, TypeError, ValueError) as error:
+        except (DataError, KeyError, RewardError, TypeError, ValueError) as error:
             self._lost(worker, f"it sent no operation ({type(error).__name__}: {error})")
 
     def _handle(self, worker: "_AgentWorker", operation: Mapping[str, Any]) -> None:
@@ -328,7 +328,8 @@ class AgentPool(Closing):
         opened.stop_clock()
         match operation["op"]:
             case "done":
-                opened.trajectory.own_reward = _own_reward(operation["reward"])
+                reward = operation["reward"]
+                opened.trajectory.own_reward = None if reward is None else as_reward(reward)
                 self._free(opened)
                 self._finish(opened, None)
             case "failed":
@@ -468,15 +469,6 @@ class AgentPool(Closing):
                 worker.check_memory()
             except MemoryError as error:
                 self._lost(worker, f"{error}; it was killed")
-
-
-def _own_reward(value: Any) -> float | None:
-    """The reward of an agent. Raises ValueError unless it is a finite number or None."""
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"a reward of {value!r}")
-    return float(value)
 
 
 class _Open:

@@ -335,8 +335,8 @@ def _kernel_item(config: RunConfig, spec: ModelSpec, layout: Layout) -> Item:
             shapes.add(entry.shard_shape(tp))
 
     # Frozen weights have no gradient.
-    is_trained = config.policy.lora is None
-    gradient_bytes = WIDTH[config.precision.dtype] * sum(map(math.prod, shapes)) * is_trained
+    num_trained = sum(map(math.prod, shapes)) if config.policy.lora is None else 0
+    gradient_bytes = WIDTH[config.precision.dtype] * num_trained
     num_workspaces = 1 if spec.moe is None else 1 + _NUM_GROUPED_WORKSPACES
     num_bytes = gradient_bytes + num_workspaces * _WORKSPACE_BYTES
     return Item("Transformer Engine's workspaces and empty gradients", num_bytes, "computed")

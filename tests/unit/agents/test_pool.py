@@ -115,7 +115,7 @@ FAILURES = {
     "returns too much": ("return 10 ** 400", "agent: its own reward: returned an integer that"),
     "forged reward": (
         "session._exchange({'op': 'done', 'reward': 'x'})",
-        "agent: it sent no operation (ValueError: a reward of 'x')",
+        "agent: it sent no operation (RewardError: returned str, expected a number)",
     ),
     "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "agent: its worker died (signal 11)"),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "agent: its worker died (signal 9)"),

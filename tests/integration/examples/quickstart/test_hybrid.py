@@ -1,4 +1,4 @@
-"""The reward of the hybrid quickstart rises; with shuffled labels it does not."""
+"""The reward of the hybrid quickstart rises."""
 
 from __future__ import annotations
 
