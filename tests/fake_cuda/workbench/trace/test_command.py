@@ -63,7 +63,12 @@ def test_plan_with_a_trace_of_a_critic(tmp_path: Path, monkeypatch: pytest.Monke
     [([], 0, 1), (["parallel.recompute.granularity=full"], 0, 1), (["parallel.pp=2"], 8, 2)],
 )
 def test_a_rank_grows_linearly(overrides: list[str], rank: int, pp: int) -> None:
-    """The peaks of 2 and 4 layers give that of 8."""
+    """The peaks of 2 and 4 layers give that of 8.
+
+    torch's Adam, which local layers use, has temporary tensors of one parameter at a time. With two
+    layers on rank 8 the optimizer's shard ends inside the output layer; with more it has the whole
+    of it. So these tensors stop growing, and the line through 2 and 4 layers is too high.
+    """
     layout = Layout(world_size=16, tp=4, pp=pp)
 
     def traced(layers: int) -> tuple[TraceRequest, dict[str, Any]]:
@@ -83,7 +88,16 @@ def test_a_rank_grows_linearly(overrides: list[str], rank: int, pp: int) -> None
 
     for peak in estimate.peaks:
         measured = direct["peaks"][peak.phase]["num_bytes"]
-        assert peak.num_bytes == pytest.approx(measured, rel=1e-3), peak.phase
+        if peak.phase == "optimizer":
+            assert (1 - 1e-3) * measured < peak.num_bytes < 1.02 * measured
+            state = sum(
+                label["num_bytes"]
+                for label in direct["peaks"][peak.phase]["by_label"]
+                if label["phase"] == "build"
+            )
+            assert peak.by_part["state"] == pytest.approx(state, rel=1e-3)
+        else:
+            assert peak.num_bytes == pytest.approx(measured, rel=1e-3), peak.phase
     for phase, flops in estimate.flops.items():
         updates = 2 if phase in ("forward and backward", "optimizer", "update") else 1
         assert flops * updates == pytest.approx(direct["flops"][phase], rel=1e-6)
