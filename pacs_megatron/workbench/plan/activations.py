@@ -77,9 +77,11 @@ def _moments(
     """The items of each moment that may be the peak of a stage."""
     tokens = config.batch.tokens_per_microbatch / layout.cp
     kept = _kept_item(config, spec, layout, stage, imbalance)
-    moments = [[kept, *_working_items(config, spec, tokens, imbalance)]]
+    moments = [[kept, *_working_items(config, spec, stage, tokens, imbalance)]]
     if stage == layout.pp - 1:
-        output_bytes = head_bytes(config, spec, layout, tokens)
+        # The input of the final norm.
+        output_bytes = _hidden_bytes(config, spec) * tokens
+        output_bytes += head_bytes(config, spec, layout, tokens)
         name = "output layer: a chunk of logits and its gradients"
         moments.append([kept, Item(name, output_bytes, "computed")])
     return moments
@@ -88,44 +90,48 @@ def _moments(
 def _kept_item(
     config: RunConfig, spec: ModelSpec, layout: Layout, stage: int, imbalance: float
 ) -> Item:
-    """The tensors that a stage's layers save for all micro-batches in flight."""
+    """The tensors that a stage's layers save for all micro-batches in flight, and the outputs of a
+    stage that is not the last one, which wait for their gradients.
+    """
     tokens = config.batch.tokens_per_microbatch / layout.cp
     num_layers = len(layers_of_stage(spec.num_layers, layout, stage))
     in_flight = microbatches_in_flight(layout, stage)
     state_bytes = _hidden_bytes(config, spec) * tokens
+    output_bytes = state_bytes if stage < layout.pp - 1 else 0.0
 
     if config.parallel.recompute.granularity == "full":
-        # The inputs of all layers and the output of the last one.
-        num_bytes = state_bytes * (num_layers + 1) * in_flight
+        num_bytes = (state_bytes * num_layers + output_bytes) * in_flight
         return Item("layer inputs kept (full recompute)", num_bytes, "computed")
 
     saved = layer_activation_bytes(
         config, spec, recomputed=_recomputed_modules(config), imbalance=imbalance
     )
-    # The input of the first layer is the embedding's or the previous stage's output.
-    num_bytes = (saved * tokens * num_layers + state_bytes) * in_flight
+    num_bytes = (saved * tokens * num_layers + output_bytes) * in_flight
     return Item(
         f"activations of {num_layers} layers x {in_flight:g} in flight", num_bytes, "computed"
     )
 
 
 def _working_items(
-    config: RunConfig, spec: ModelSpec, tokens: float, imbalance: float
+    config: RunConfig, spec: ModelSpec, stage: int, tokens: float, imbalance: float
 ) -> list[Item]:
-    """Tensors of one layer beside the saved ones: recomputed ones, and those of its operations."""
+    """Tensors of one layer beside the saved ones: recomputed ones, those of its operations, and the
+    gradient that the stage sends to the one before.
+    """
     whole = layer_activation_bytes(config, spec, imbalance=imbalance)
     modules = _recomputed_modules(config)
     items = []
     if config.parallel.recompute.granularity == "full":
-        # The layer's input is among the kept ones.
-        again = whole - _hidden_bytes(config, spec)
-        items.append(Item("layers being recomputed", again * tokens, "computed"))
+        # The layer's input is among the kept ones, and its output is here beside what it saves.
+        items.append(Item("layers being recomputed", whole * tokens, "computed"))
     elif modules:
         saved = layer_activation_bytes(config, spec, recomputed=modules, imbalance=imbalance)
         name = f"parts being recomputed ({', '.join(modules)})"
         items.append(Item(name, max(0.0, whole - saved) * tokens, "computed"))
 
     working_bytes = _working_bytes(config, spec, imbalance) * tokens
+    if stage > 0:
+        working_bytes += _hidden_bytes(config, spec) * tokens
     items.append(Item("working tensors of a layer", working_bytes, "computed"))
     return items
 
@@ -312,9 +318,9 @@ def _working_bytes(config: RunConfig, spec: ModelSpec, imbalance: float) -> floa
         return copy * (1 + 3 * factor)
 
     # The gradients of both halves as Megatron's unfused SwiGLU computes them, of which a fused
-    # kernel needs half, and that of the output.
+    # kernel needs half, and that of the layer's output.
     half = width * spec.ffn_size / parallel.tp
-    of_activation = 4 * half + 2 * _hidden_bytes(config, spec)
+    of_activation = 4 * half + _hidden_bytes(config, spec)
 
     # The first product's gathered input and the gradient of it, when the product is already free.
     gathered = width * spec.hidden_size * (2 if parallel.sequence_parallel else 1)
