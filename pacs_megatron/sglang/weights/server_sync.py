@@ -12,6 +12,8 @@ The order of the calls to one server:
 A server that fails in any step stays paused and marked, so the fleet sets it to STALE, until the
 next update or a restart. The update continues with the other servers and raises SyncError if none
 is left.
+
+There are two buckets: while servers load one, the trainer gathers the next weights into the other.
 """
 
 import hashlib
@@ -19,7 +21,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -44,6 +47,7 @@ from pacs_megatron.sglang.weights.transports import (
     DiskTransport,
     IpcTransport,
     Transport,
+    in_thread,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,7 +98,7 @@ class ServerSync:
     """
 
     def __init__(
-        self, options: SglangRollout, dims: ModelDims, transport: Transport, bucket: Bucket
+        self, options: SglangRollout, dims: ModelDims, transport: Transport, bucket_bytes: int
     ) -> None:
         """Nothing is sent before the first update.
 
@@ -103,7 +107,7 @@ class ServerSync:
                 `sync.quantize`, FP8 blocks are not verified.
             dims: of the model, for the servers' checksums.
             transport: sends buckets to servers.
-            bucket: buffer for the weights of one send.
+            bucket_bytes: size of the weights of one send, of which there are two copies.
         """
         self._sync = options.sync
         self._probe_timeout_s = min(options.dead_after_s, options.sync.timeout_s)
@@ -112,7 +116,11 @@ class ServerSync:
         self._quantizes = options.sync.quantize == "fp8_blockwise"
         self._dims = dims
         self._transport = transport
-        self._bucket = bucket
+        self._bucket = Bucket(bucket_bytes)
+        """that `put` fills"""
+        self._sent_bucket = Bucket(bucket_bytes)
+        self._sending: Future[None] | None = None
+        """result of the send of `_sent_bucket`, whose thread alone changes the servers meanwhile"""
         self._targets: dict[str, _Target] = {}
         """url -> server"""
         self._live: dict[str, _Target] = {}
@@ -137,6 +145,7 @@ class ServerSync:
 
     def begin_update(self, version: int) -> None:
         """Pauses and marks all targets. Raises SyncError if no server is left."""
+        self._drop_send()
         self._began = time.monotonic()
         self.report = SyncReport(version=version)
         self._bucket.clear()
@@ -157,9 +166,9 @@ class ServerSync:
         return frozenset(generator.sample(self._names, size))
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds one weight under its Hugging Face name; sends the bucket when full.
+        """Adds one weight under its Hugging Face name; starts to send the bucket when full.
 
-        Raises SyncError if no server is left.
+        Raises SyncError if no server is left after the bucket before.
         """
         if self._quantizes and is_quantized(name):
             values, scale_inv = quantize_blockwise(tensor)
@@ -181,8 +190,11 @@ class ServerSync:
     def end_update(self, digest: str) -> None:
         """Verifies and resumes the servers. Raises SyncError if none has the new weights."""
         self._flush()
+        self._await_send()
         self._transport.commit()
-        self._bucket.free()  # colocated servers allocate their KV cache next
+        # Colocated servers allocate their KV cache next.
+        self._bucket.free()
+        self._sent_bucket.free()
         self._each(lambda target: self._close(target, digest))
         if self._sample is None and self._sync.verify != "off":
             self._names = tuple(next(iter(self._expected.values())).by_name)
@@ -204,6 +216,7 @@ class ServerSync:
         )
 
     def close(self) -> None:
+        self._drop_send()
         self._transport.close()
 
     def release_memory(self) -> None:
@@ -211,6 +224,7 @@ class ServerSync:
 
         Marks them as during an update. The next update restores both.
         """
+        self._drop_send()
         self._live = dict(self._targets)
         self._each(self._release)
 
@@ -286,15 +300,35 @@ class ServerSync:
             target.is_verified = True
 
     def _flush(self) -> None:
-        """Sends the bucket to all live servers."""
+        """Starts to send the bucket to all live servers, after the one before has arrived."""
         if not self._bucket.tensors:
             return
+        self._await_send()
         if self._bucket.data.is_cuda:
             # Completes the bucket before other threads read it.
             torch.cuda.current_stream().synchronize()
-        self._transport.prepare(self._bucket)
-        self._each(lambda target: self._transport.send(target.api, self._bucket))
-        self._bucket.clear()
+        full = self._bucket
+        self._bucket = self._sent_bucket
+        self._sent_bucket = full
+        self._transport.prepare(full)
+        self._sending = in_thread(
+            lambda: self._each(lambda target: self._transport.send(target.api, full))
+        )
+
+    def _await_send(self) -> None:
+        """Returns when the servers have loaded the bucket before. Raises SyncError if none is
+        left.
+        """
+        sending = self._sending
+        self._sending = None
+        if sending is not None:
+            sending.result()
+        self._sent_bucket.clear()
+
+    def _drop_send(self) -> None:
+        """Waits for the send of an update that was given up, within the transport's limits."""
+        with suppress(PacsError):
+            self._await_send()
 
     def _each(self, action: Callable[[_Target], None]) -> None:
         """Runs `action` for all live servers concurrently; servers that fail leave this update."""
@@ -336,7 +370,7 @@ def server_sync(options: SglangRollout, spec: ModelSpec, folder: Path) -> Server
         case "ipc":
             transport = IpcTransport(sync.timeout_s)
     dims = ModelDims.of(spec)
-    return ServerSync(options, dims, transport, Bucket(sync.bucket_mib << 20))
+    return ServerSync(options, dims, transport, sync.bucket_mib << 20)
 
 
 def release(api: SglangApi, timeout_s: float, version: str) -> None:

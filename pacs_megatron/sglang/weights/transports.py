@@ -180,7 +180,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise SyncError(f"sync.transport=disk: cannot write {path}: {error}") from error
 
 
-def _in_thread(action: Callable[[], T]) -> Future[T]:
+def in_thread(action: Callable[[], T]) -> Future[T]:
     """Runs `action` in a daemon thread: a blocked call does not delay the end of the process."""
     future: Future[T] = Future()
 
@@ -253,10 +253,10 @@ class BroadcastTransport(Transport):
             "load_format": "flattened_bucket",
             **KEEP,
         }
-        request = _in_thread(
+        request = in_thread(
             lambda: api.post("/update_weights_from_distributed", body, self._timeout_s)
         )
-        broadcast = _in_thread(lambda: self._broadcast(group.backend, bucket.data))
+        broadcast = in_thread(lambda: self._broadcast(group.backend, bucket.data))
         try:
             request.result()  # first: a server that rejects the request never joins the broadcast
             broadcast.result(self._timeout_s)
@@ -330,8 +330,8 @@ class BroadcastTransport(Transport):
             "group_name": name,
             "backend": kind,
         }
-        request = _in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
-        backend = _in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
+        request = in_thread(lambda: api.post("/init_weights_update_group", body, self._timeout_s))
+        backend = in_thread(lambda: self._new_backend(kind, name, num_ranks, store))
         request.result()  # first: a server that rejects the request never joins the rendezvous
         try:
             return _Group(name, kind, backend.result(self._timeout_s), store)

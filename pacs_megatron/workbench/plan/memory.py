@@ -114,8 +114,8 @@ def _sync_items(
     largest_tensor = max(math.prod(entry.megatron_shape) for entry in table_of(spec).entries)
     bucket_bytes = rollout.sync.bucket_mib * 2**20
     width = WIDTH[config.precision.dtype]
-    tensor_bytes = bucket_bytes + width * largest_tensor
-    items = [Item("weight sync: a bucket and the largest tensor", tensor_bytes, "computed")]
+    tensor_bytes = 2 * bucket_bytes + width * largest_tensor
+    items = [Item("weight sync: two buckets and the largest tensor", tensor_bytes, "computed")]
 
     if rollout.sync.transport == "broadcast" and config.resources.gpus_per_node:
         num_servers = servers_per_feeder(config, layout)

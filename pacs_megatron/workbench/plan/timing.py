@@ -579,7 +579,8 @@ def decode_step_s(
 
 def _sync_phase(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) -> Phase:
     """Weights from the trainer to all servers: every rank gathers them, packs them into buckets and
-    computes their digest, and a server loads each bucket.
+    computes their digest, and a server loads each bucket. But with `disk`, which writes a bucket
+    first, the next bucket is filled meanwhile.
     """
     rollout = config.rollout.sglang
     assert rollout is not None
@@ -605,17 +606,28 @@ def _sync_phase(config: RunConfig, spec: ModelSpec, layout: Layout, gpu: Gpu) ->
     num_buckets = math.ceil(num_bytes / (rollout.sync.bucket_mib * 2**20))
     requests_s = num_buckets * constants.BUCKET_S.value
 
-    parts = [
-        (gathered_s, _inverse(constants.NVLINK_FRAC)),
-        (copied_s, constants.SYNC_COPIES.span),
-        (sent_s, _inverse(rate)),
-        (requests_s, constants.BUCKET_S.span),
-    ]
-    seconds = sum(part for part, _ in parts)
-    low = sum(part * span[0] for part, span in parts) / seconds
-    high = sum(part * span[1] for part, span in parts) / seconds
+    filled = _sums(
+        (gathered_s, _inverse(constants.NVLINK_FRAC)), (copied_s, constants.SYNC_COPIES.span)
+    )
+    loaded = _sums((sent_s, _inverse(rate)), (requests_s, constants.BUCKET_S.span))
+    bounds = []
+    for fill_s, load_s in zip(filled, loaded, strict=True):
+        if transport == "disk":
+            bounds.append(fill_s + load_s)
+        else:
+            # The first bucket is filled, and the last one loaded, with nothing beside it.
+            bounds.append(max(fill_s, load_s) + min(fill_s, load_s) / num_buckets)
+    low_s, seconds, high_s = bounds
     note += (
         f"; {gathered_s:.2f} s to gather, {copied_s:.2f} s to copy, {sent_s:.2f} s to send, "
         f"{requests_s:.2f} s for {num_buckets} requests"
     )
-    return Phase(f"weight sync ({transport})", seconds, 0.0, note, (low, high))
+    span = (low_s / seconds, high_s / seconds)
+    return Phase(f"weight sync ({transport})", seconds, 0.0, note, span)
+
+
+def _sums(*parts: tuple[float, tuple[float, float]]) -> tuple[float, float, float]:
+    """Shortest, expected and longest seconds of parts, each with its factors."""
+    low_s = sum(seconds * span[0] for seconds, span in parts)
+    high_s = sum(seconds * span[1] for seconds, span in parts)
+    return low_s, sum(seconds for seconds, _ in parts), high_s

@@ -88,7 +88,7 @@ def _receiver(options: Any, spec: ModelSpec, folder: Path) -> ServerSync:
         "traced", "nccl", _Backend(), None
     )
     # torch's dispatch mode belongs to this thread.
-    replaced._in_thread = _in_this_thread
+    replaced.in_thread = _in_this_thread
     return server_sync(options, spec, folder)
 
 

@@ -9,7 +9,6 @@ import torch
 from pacs_megatron.config.rollout_options import SglangRollout, SglangSync
 from pacs_megatron.contracts import SamplingOptions
 from pacs_megatron.sglang.api import SglangApi
-from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.sglang.weights.transports import (
@@ -54,7 +53,7 @@ def made(
     )
     by_url = {server.url: server for server in servers}
     transport = InMemory(by_url) if transport is None else transport
-    sync = ServerSync(options, ModelDims(num_kv_heads=2), transport, Bucket(1024))
+    sync = ServerSync(options, ModelDims(num_kv_heads=2), transport, 1024)
     sync.set_targets(
         [SglangApi(url=server.url, api_key=server.api_key, timeout_s=5.0) for server in servers]
     )

@@ -26,7 +26,6 @@ from pacs_megatron.rollout import driver_client
 from pacs_megatron.sglang.api import SglangApi
 from pacs_megatron.sglang.build import _sending_rank, devices_of, server_specs, trainer_rank_of
 from pacs_megatron.sglang.weights import transports
-from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.checksums import ModelDims
 from pacs_megatron.sglang.weights.server_sync import ServerSync
 from pacs_megatron.sglang.weights.transports import BroadcastTransport, IpcTransport
@@ -112,7 +111,7 @@ class Run:
                 IpcTransport(10.0)
                 if self.rollout.sync.transport == "ipc"
                 else BroadcastTransport("127.0.0.1", 10.0),
-                Bucket(1024),
+                1024,
             ),
         )
 

@@ -23,6 +23,7 @@ from pacs_megatron.errors import SyncError
 from pacs_megatron.models import load_spec
 from pacs_megatron.sglang.api import SglangApi, WeightVersion
 from pacs_megatron.sglang.weights import transports
+from pacs_megatron.sglang.weights.bucket import Bucket
 from pacs_megatron.sglang.weights.server_sync import server_sync
 from pacs_megatron.sglang.weights.transports import (
     BroadcastTransport,
@@ -31,7 +32,7 @@ from pacs_megatron.sglang.weights.transports import (
 )
 from pacs_megatron.training.push import push
 from tests.support.servers.synced import bf16, made, weights
-from tests.support.servers.weight_server import WeightServer
+from tests.support.servers.weight_server import InMemory, WeightServer
 
 
 @pytest.fixture
@@ -408,7 +409,7 @@ from pacs_megatron.errors import SyncError
 from pacs_megatron.sglang.weights.transports import BroadcastTransport
 from pacs_megatron.training.push import push
 from tests.support.servers.synced import bf16, made, weights
-from tests.support.servers.weight_server import WeightServer
+from tests.support.servers.weight_server import InMemory, WeightServer
 
 with WeightServer(bf16(weights(0))) as server:
     sync = made([server], BroadcastTransport("127.0.0.1", 600.0))
@@ -432,21 +433,86 @@ def test_a_host_that_is_not_ours_names_the_option(server: WeightServer) -> None:
         push(1, weights(1).items(), [sync])
 
 
-def test_memory_of_the_sender_is_bounded_by_bucket_and_largest_tensor_and_freed(
+def test_memory_of_the_sender_is_bounded_by_buckets_and_largest_tensor_and_freed(
     server: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = made([server])
+    buckets = (sync._bucket, sync._sent_bucket)
     sizes = []
-    add = sync._bucket.add
+    add = Bucket.add
 
-    def watch(name: str, tensor: torch.Tensor) -> None:
-        add(name, tensor)
-        sizes.append(sync._bucket._buffer.numel())
+    def watch(bucket: Bucket, name: str, tensor: torch.Tensor) -> None:
+        add(bucket, name, tensor)
+        sizes.append([each._buffer.numel() for each in buckets])
 
-    monkeypatch.setattr(sync._bucket, "add", watch)
+    monkeypatch.setattr(Bucket, "add", watch)
     push(1, weights(1, num=200).items(), [sync])
-    assert (
-        max(sizes) == 64 * 32 * 2
-    )  # the embedding, twice as large as a bucket; all together are 30 kB
-    assert sync._bucket._buffer.numel() == 0  # a colocated server needs the memory
+
+    # All weights together have 30 kB. The embedding is twice as large as a bucket.
+    largest = [max(pair) for pair in zip(*sizes, strict=True)]
+    assert sorted(largest) == [1024, 64 * 32 * 2]
+    # A colocated server needs the memory.
+    assert [each._buffer.numel() for each in buckets] == [0, 0]
     assert threading.active_count() < 40
+
+
+# --------------------------------------------------------------------------------------------------
+# two buckets
+class Slow(InMemory):
+    """Sends nothing before `may_send` is set, or 5 s."""
+
+    def __init__(self, server: WeightServer) -> None:
+        super().__init__({server.url: server})
+        self.may_send = threading.Event()
+        self.was_set: list[bool] = []
+        """at the end of each wait"""
+
+    def send(self, api: SglangApi, bucket: Bucket) -> None:
+        self.was_set.append(self.may_send.wait(5.0))
+        super().send(api, bucket)
+
+
+def test_the_next_bucket_is_filled_while_servers_load_the_one_before(server: WeightServer) -> None:
+    """A bucket has eight norms. The first one is sent when the ninth comes."""
+    transport = Slow(server)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, weight in enumerate(weights(1).items(), start=1):
+            # The second bucket has three norms and gets the fourth.
+            if number == 12:
+                transport.may_send.set()
+            yield weight
+
+    push(1, export(), [made([server], transport)])
+    assert transport.was_set == [True, True, True]
+    assert holds(server, 1)
+
+
+def test_an_update_that_is_given_up_ends_its_send_before_the_next_one(server: WeightServer) -> None:
+    transport = Slow(server)
+    sync = made([server], transport)
+    sync.begin_update(1)
+    for name, tensor in list(weights(1).items())[:9]:
+        sync.put(name, tensor)
+    later = threading.Timer(0.2, transport.may_send.set)
+    later.start()
+
+    sync.begin_update(2)
+    assert transport.was_set == [True]
+    for name, tensor in weights(2).items():
+        sync.put(name, tensor)
+    sync.end_update("digest")
+    assert holds(server, 2)
+
+
+def test_a_failed_send_ends_the_update_at_the_next_bucket(server: WeightServer) -> None:
+    server.fail["/in_memory"] = 10
+    sync = made([server])
+    sync.begin_update(1)
+    sent = []
+    with pytest.raises(SyncError, match=r"weights 1 reached no rollout server: .*/in_memory"):
+        for name, tensor in weights(1, num=30).items():
+            sync.put(name, tensor)
+            sent.append(name)
+    # Two buckets of eight fit before the update waits for the first one.
+    assert len(sent) == 16

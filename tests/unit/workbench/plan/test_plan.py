@@ -417,7 +417,7 @@ def test_a_plan_prints_a_range_that_does_not_fit(budget: int, is_tight: bool) ->
     text, fits = run_plan(run, [f"batch.tokens_per_microbatch={budget}"])
     assert (
         fits
-        and ("but 145.0 GiB with the highest assumptions, which does not fit" in text) == is_tight
+        and ("but 145.5 GiB with the highest assumptions, which does not fit" in text) == is_tight
     )
 
 
