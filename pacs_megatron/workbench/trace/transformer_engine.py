@@ -77,8 +77,14 @@ class Kernels:
     def split_quantize(
         self, tensor: Any, sizes: Sequence[int], quantizers: Sequence[Any], **_options: Any
     ) -> list[Any]:
-        pieces = torch.split(tensor, list(sizes))
-        return [self.quantize(*pair) for pair in zip(pieces, quantizers, strict=True)]
+        self._check("split_quantize", tensor)
+        outputs = [
+            self._quantized((size, *tensor.shape[1:]), tensor.dtype, quantizer)
+            for size, quantizer in zip(sizes, quantizers, strict=True)
+        ]
+        # One call from Python. Its kernels, one for each expert, are launched in C++.
+        self._work("split_quantize", 0, tensor, *outputs)
+        return outputs
 
     def create_empty_quantized_tensor(
         self, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_rest: Any
@@ -253,14 +259,14 @@ class Kernels:
             return backend, ""
         return backend
 
-    def fused_attn_fwd(
-        self, max_q: int, _max_kv: int, training: bool, *rest: Any, **_o: Any
-    ) -> Any:
+    def fused_attn_fwd(self, max_q: int, max_kv: int, training: bool, *rest: Any, **_o: Any) -> Any:
         """`rest` has options, whose number depends on the version, and then the tensors."""
         bounds_q, bounds_kv, q, k, v = _leading_tensors(rest, 5)
         self._check("fused_attn_fwd", bounds_q, bounds_kv, q, k, v)
         out = self._new("fused_attn_fwd", (*q.shape[:-1], v.shape[-1]), q.dtype)
-        self._work("fused_attn_fwd", self._attention_flops(max_q, q, bounds_q), q, k, v, out)
+        lens = self._lens(bounds_q, max_q), self._lens(bounds_kv, max_kv)
+        flops = _attention_flops(q, *lens, is_causal=_is_causal(rest))
+        self._work("fused_attn_fwd", flops, q, k, v, out)
         if not training:
             return [out]
         # With cuDNN from 9.6 on, the statistics of packed samples are [tokens, heads, 1].
@@ -268,10 +274,11 @@ class Kernels:
         state = self._new("fused_attn_fwd", (2,), torch.int64)
         return [out, statistics, state]
 
-    def fused_attn_bwd(self, max_q: int, _max_kv: int, *rest: Any, **_options: Any) -> Any:
+    def fused_attn_bwd(self, max_q: int, max_kv: int, *rest: Any, **_options: Any) -> Any:
         bounds_q, bounds_kv, q, k, v, out, of_out = _leading_tensors(rest, 7)
         self._check("fused_attn_bwd", bounds_q, bounds_kv, q, k, v, out, of_out)
-        flops = _FLOPS_OF_BACKWARD * self._attention_flops(max_q, q, bounds_q)
+        lens = self._lens(bounds_q, max_q), self._lens(bounds_kv, max_kv)
+        flops = _FLOPS_OF_BACKWARD * _attention_flops(q, *lens, is_causal=_is_causal(rest))
         self._work("fused_attn_bwd", flops, q, k, v, out, of_out)
         gradients = [
             self._new("fused_attn_bwd", tensor.shape, tensor.dtype) for tensor in (q, k, v)
@@ -285,6 +292,42 @@ class Kernels:
 
     def fused_rope_backward(self, t: Any, freqs: Any, _start: Any, _layout: Any, *rest: Any) -> Any:
         return self.fused_rope_forward(t, freqs, _start, _layout, *rest)
+
+    # ---------------------------------------------------- attention over context-parallel ranks
+    def thd_read_half_tensor(self, tensor: Any, bounds: Any, _half: int) -> Any:
+        """[tokens, heads, dim], or keys and values together [2, tokens, heads, dim]."""
+        self._check("thd_read_half_tensor", tensor, bounds)
+        shape = list(tensor.shape)
+        shape[-3] //= 2
+        half = self._new("thd_read_half_tensor", shape, tensor.dtype)
+        self._work("thd_read_half_tensor", 0, half, half)
+        return half
+
+    def thd_read_second_half_lse(self, sums: Any, bounds: Any, is_packed: bool, length: int) -> Any:
+        """Of [heads, tokens], or of [samples, heads, tokens]."""
+        self._check("thd_read_second_half_lse", sums, bounds)
+        shape = [sums.shape[0], length] if is_packed else [*sums.shape[:2], length]
+        half = self._new("thd_read_second_half_lse", shape, sums.dtype)
+        self._work("thd_read_second_half_lse", 0, half, half)
+        return half
+
+    def thd_second_half_lse_correction(self, sums: Any, of_step: Any, bounds: Any, *_: Any) -> None:
+        self._check("thd_second_half_lse_correction", sums, of_step, bounds)
+        self._work("thd_second_half_lse_correction", 0, of_step, of_step, of_step)
+
+    def thd_out_correction(
+        self, out: Any, of_step: Any, sums: Any, new: Any, sums_of_step: Any, bounds: Any, *_: Any
+    ) -> None:
+        self._check("thd_out_correction", out, of_step, sums, new, sums_of_step, bounds)
+        self._work("thd_out_correction", 0, of_step, of_step, of_step, sums, new)
+
+    def thd_grad_correction(self, gradient: Any, of_step: Any, bounds: Any, *_: Any) -> None:
+        self._check("thd_grad_correction", gradient, of_step, bounds)
+        self._work("thd_grad_correction", 0, gradient, of_step, gradient)
+
+    def thd_get_partitioned_indices(self, bounds: Any, tokens: int, ranks: int, _rank: int) -> Any:
+        self._check("thd_get_partitioned_indices", bounds)
+        return self._new("thd_get_partitioned_indices", (tokens // ranks,), torch.int32)
 
     # -------------------------------------------------------------------------------- optimizer
     def multi_tensor_adam(self, _chunk: int, overflow: Any, lists: Any, *_rest: Any) -> None:
@@ -327,11 +370,13 @@ class Kernels:
             if tensor.numel() and not tensor.is_cuda:
                 raise DeviceMixError(f"te.{kernel}: a CPU tensor {list(tensor.shape)}")
 
-    def _attention_flops(self, max_q: int, q: Any, bounds: Any) -> float:
-        """Of causal attention over packed samples: half of two products each."""
+    def _lens(self, bounds: Any, longest: int) -> torch.Tensor:
+        """Lengths of packed samples by their bounds; all the longest where these are not known."""
         known = self._mode.shadow(bounds)
-        lens = torch.tensor([float(max_q)]) if known is None else known.diff().double()
-        return 2 * float(lens.square().sum()) * int(q.shape[-2]) * int(q.shape[-1])
+        if known is None:
+            return torch.full((bounds.numel() - 1,), float(longest), dtype=torch.float64)
+        lens: torch.Tensor = known.diff().double()
+        return lens
 
 
 _NAMES = (
@@ -352,6 +397,12 @@ _NAMES = (
     "fused_attn_bwd",
     "fused_rope_forward",
     "fused_rope_backward",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
+    "thd_out_correction",
+    "thd_grad_correction",
+    "thd_get_partitioned_indices",
     "multi_tensor_adam",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
@@ -382,6 +433,23 @@ def replace_kernels(mode: FakeCuda) -> None:
         return choose(params)
 
     utils.get_attention_backend = choose_for_fakes
+    _reject_old_permutation()
+
+
+def _reject_old_permutation() -> None:
+    """Of experts' tokens: in Transformer Engine 2.11 no custom operator, but Triton's kernels."""
+    from transformer_engine.pytorch import permutation
+
+    if hasattr(permutation, "moe_permute_mask_map_forward"):
+        return
+
+    def reject(*_args: Any) -> None:
+        raise NotImplementedError(
+            "a trace of experts needs a Transformer Engine whose permutation is a custom operator, "
+            "as in 2.20; install the versions of requirements/gpu.txt"
+        )
+
+    permutation.triton_permutation.make_row_id_map = reject
 
 
 def _modules() -> list[Any]:
@@ -423,6 +491,22 @@ def _plain(tensors: Sequence[Any]) -> list[torch.Tensor]:
         elif isinstance(tensor, torch.Tensor):
             plain.append(tensor)
     return plain
+
+
+def _is_causal(options: Sequence[Any]) -> bool:
+    """By the kind of mask among a kernel's options."""
+    import transformer_engine_torch as tex
+
+    masks = [option for option in options if isinstance(option, tex.NVTE_Mask_Type)]
+    return any("CAUSAL" in str(mask) for mask in masks)
+
+
+def _attention_flops(
+    q: Any, lens: torch.Tensor, lens_kv: torch.Tensor, *, is_causal: bool
+) -> float:
+    """Of two products over packed samples, with a causal mask half of each."""
+    pairs = float((lens * lens_kv).sum())
+    return (2 if is_causal else 4) * pairs * int(q.shape[-2]) * int(q.shape[-1])
 
 
 def _leading_tensors(args: Sequence[Any], count: int) -> list[Any]:
