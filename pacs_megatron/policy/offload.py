@@ -23,8 +23,9 @@ _ALIGNMENT = 256
 class Offload:
     """Moves the state of one model between the device and the host.
 
-    `optimizer` moves fp32 weights and moments, and frees the gradients without a copy (each update
-    overwrites them); `all` also moves the weights.
+    `optimizer` moves fp32 weights and moments, and frees without a copy what is computed again: the
+    gradients in each update, and Transformer Engine's FP8 copies of the weights in the first
+    micro-batch of each pass. `all` also moves the weights.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Offload:
             return
         complete(self._chunks)
         self._optimizer.megatron.zero_grad()
+        for chunk in self._chunks:
+            _free_fp8_copies(chunk)
 
         weights: list[Tensor] = []
         for chunk in self._chunks:
@@ -183,6 +186,14 @@ class Offload:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _free_fp8_copies(chunk: DistributedDataParallel) -> None:
+    """Transformer Engine's modules keep them in `_fp8_workspaces` (pytorch/module/base.py)."""
+    for module in chunk.modules():
+        copies = getattr(module, "_fp8_workspaces", None)
+        if copies is not None:
+            copies.clear()
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

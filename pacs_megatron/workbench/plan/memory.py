@@ -30,12 +30,10 @@ from pacs_megatron.workbench.plan.state import (
 )
 
 _KV_CACHE = "KV cache"
-_RESIDENT_NAMES = {
-    "none": "weights, gradients and optimizer",
-    "optimizer": "weights",
-    "all": "FP8 copies",
-}
+_RESIDENT_NAMES = {"none": "weights, gradients and optimizer", "optimizer": "weights"}
 """`policy.offload` -> the trainer's state that stays on the GPU while colocated servers sample"""
+_FREED = ("gradients", "FP8 copies")
+"""parts of the names of items that off-loading frees"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,18 +231,19 @@ def _server_items(rollout: SglangRollout, servers: SglangServers, spec: ModelSpe
 def _trainer_items(config: RunConfig, spec: ModelSpec, layout: Layout) -> list[Item]:
     """The memory of a trainer beside a colocated server, of the stage with the most."""
     offload = config.policy.offload
+    if offload == "all":
+        return _process_items(config, layout)
+
     resident_bytes = 0.0
     for stage in range(layout.pp):
         items = state_items(config, spec, layout, stage)
         moved_bytes = offloaded_bytes(config, items)
-        if offload != "none":  # off-loading frees the gradients
-            items = [item for item in items if "gradients" not in item.name]
+        if offload != "none":
+            items = [item for item in items if not any(name in item.name for name in _FREED)]
         resident_bytes = max(resident_bytes, total_bytes(items) - moved_bytes)
 
-    process_items = _process_items(config, layout)
-    if not resident_bytes:
-        return process_items
-    return [Item(f"trainer's {_RESIDENT_NAMES[offload]}", resident_bytes, "exact"), *process_items]
+    state = Item(f"trainer's {_RESIDENT_NAMES[offload]}", resident_bytes, "exact")
+    return [state, *_process_items(config, layout)]
 
 
 def _cache_item(

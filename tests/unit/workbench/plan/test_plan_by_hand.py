@@ -151,6 +151,27 @@ def test_recomputed_experts_by_hand() -> None:
     assert found(named, "working tensors") == pytest.approx(40960 * working)
 
 
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_what_a_trainer_in_fp8_keeps_beside_servers(offload: str) -> None:
+    """8B at tp 2, dp 4, 4.1 billion parameters of a rank: weights in two bytes, and FP8 copies of
+    two bytes, which off-loading frees as it frees the gradients of four; Adam's state has 12 bytes,
+    divided by dp.
+    """
+    name = "pacs-qwen3-8b-1n8g-tp2-fp8"
+    plan = planning.make_plan(
+        load_config(ROOT / "configs" / "runs" / f"{name}.yaml", [f"policy.offload={offload}"])
+    )
+    assert plan.rollout is not None
+    kept = {
+        item.name: item.num_bytes
+        for item in plan.rollout.items
+        if item.name.startswith("trainer's")
+    }
+    bytes_of_parameter = {"none": 2 + 2 + 4 + 12 / 4, "optimizer": 2.0, "all": 0.0}[offload]
+    expected = bytes_of_parameter * 4_095_521_792
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.03)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_widths_follow_the_dtypes(dtype: str) -> None:
     """Of 14B in fp32: gathered weights and the exported model; of fp32 servers: their cache."""
