@@ -154,8 +154,10 @@ def left_after_update(traced: dict[str, Any]) -> float:
 @pytest.mark.full
 def test_an_update_leaves_no_graph_of_recomputed_experts() -> None:
     """Megatron's dispatcher kept the router's probabilities, and so each layer's input and its
-    gradient until the next forward pass: 0.08 GiB a layer here, which the next update had beside
-    its own. It kept the order of the tokens too, 1.4 MiB a layer here.
+    gradient until the next forward pass, which the next update had beside its own. It kept the
+    order of the tokens too.
+
+    Two layers, and a micro-batch of 30,720 tokens on each of 32 ranks: a hidden state has 0.12 GiB.
     """
     full = [
         "parallel.tp=1",
@@ -163,10 +165,11 @@ def test_an_update_leaves_no_graph_of_recomputed_experts() -> None:
         "parallel.recompute.granularity=full",
         "batch.tokens_per_microbatch=30720",
     ]
-    assert left_after_update(trace(request_of(EXPERTS, overrides=full))) < 0.02
+    request = request_of(EXPERTS, overrides=full, num_groups=32)
+    assert left_after_update(trace(request)) < 0.02
 
     kept = ("pacs_megatron.policy.model", "    dispatcher.probs = None\n", "    pass\n")
-    assert left_after_update(trace(request_of(EXPERTS, overrides=full), kept)) > 0.1
+    assert left_after_update(trace(request, kept)) > 0.2
 
 
 def test_reviewed_functions_of_the_product_exist() -> None:
