@@ -102,7 +102,7 @@ CONFIGS = {
 
 def planned_seconds(row: Row, spec: ModelSpec) -> tuple[float, tuple[float, float]]:
     """Seconds of a step, and its shortest and longest time as factors."""
-    length = _length(spec)
+    length = sequence_length(spec)
     tokens = row.global_batch * length
     layout = Layout(world_size=row.world, tp=row.tp, pp=row.pp, cp=row.cp, ep=row.ep)
     copies = 0.0 if spec.moe is None else tokens * spec.num_layers * spec.moe.top_k
@@ -120,10 +120,10 @@ def planned_seconds(row: Row, spec: ModelSpec) -> tuple[float, tuple[float, floa
 
 def published_seconds(row: Row, spec: ModelSpec) -> float:
     """Seconds of a step."""
-    return row.global_batch * _length(spec) / row.world / row.published
+    return row.global_batch * sequence_length(spec) / row.world / row.published
 
 
-def _length(spec: ModelSpec) -> int:
+def sequence_length(spec: ModelSpec) -> int:
     """Tokens of a sequence in the published tables."""
     return 8192 if spec.moe is None else 4096
 

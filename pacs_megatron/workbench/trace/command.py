@@ -26,7 +26,13 @@ from pacs_megatron.workbench.trace.estimate import (
 )
 from pacs_megatron.workbench.trace.rank import TraceRequest, has_transformer_engine
 from pacs_megatron.workbench.trace.runs import trace_ranks
-from pacs_megatron.workbench.trace.seconds import formula_seconds, update_seconds
+from pacs_megatron.workbench.trace.seconds import (
+    FASTEST,
+    LIKELY,
+    SLOWEST,
+    formula_seconds,
+    update_seconds,
+)
 
 _GROUP_SIZE = 8
 """samples of a traced group"""
@@ -212,7 +218,10 @@ def _estimate_lines(plan: Plan, estimate: RankEstimate) -> Iterator[str]:
 def _seconds_line(plan: Plan, estimate: RankEstimate) -> str:
     """Seconds of the update by class of kernels, and the formulas' for as many micro-batches."""
     assert plan.gpu is not None
-    seconds = update_seconds(plan.config, plan.layout, plan.gpu, estimate)
+    seconds, fastest, slowest = (
+        update_seconds(plan.config, plan.layout, plan.gpu, estimate, rates)
+        for rates in (LIKELY, FASTEST, SLOWEST)
+    )
     parts = [f"{name} {value:.2f}" for name, value in sorted(seconds.kernels.items())]
     parts.append(f"collectives {seconds.collectives:.2f}")
     parts.append(
@@ -221,6 +230,7 @@ def _seconds_line(plan: Plan, estimate: RankEstimate) -> str:
     )
     by_formulas = formula_seconds(plan) * estimate.num_microbatches
     return (
-        f"  {seconds.total:.2f} s by kernels ({', '.join(parts)}, bubble {seconds.bubble:.0%}); "
+        f"  {seconds.total:.2f} s ({fastest.total:.2f} to {slowest.total:.2f}) by kernels "
+        f"({', '.join(parts)}, bubble {seconds.bubble:.0%}); "
         f"{by_formulas:.2f} s by the formulas of plan"
     )

@@ -29,6 +29,50 @@ _ATTENTION = ("attn", "attention")
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Speeds of kernels and links."""
+
+    product_frac: float
+    """of the bf16 peak, in matrix products"""
+    attention_frac: float
+    """of the bf16 peak, in attention"""
+    bandwidth_frac: float
+    """of the memory bandwidth"""
+    fp8_speedup: float
+    """of a product in FP8"""
+    launch_s: float
+    """least seconds of a kernel"""
+    link_factor: float
+    """on the rate of links"""
+
+
+LIKELY = Rates(
+    product_frac=constants.PRODUCT_PEAK_FRAC.value,
+    attention_frac=constants.ATTENTION_PEAK_FRAC.value,
+    bandwidth_frac=constants.KERNEL_BANDWIDTH_FRAC.value,
+    fp8_speedup=constants.FP8_SPEEDUP.value,
+    launch_s=constants.LAUNCH_S.value,
+    link_factor=1.0,
+)
+FASTEST = Rates(
+    product_frac=constants.PRODUCT_PEAK_FRAC.high,
+    attention_frac=constants.ATTENTION_PEAK_FRAC.high,
+    bandwidth_frac=constants.KERNEL_BANDWIDTH_FRAC.high,
+    fp8_speedup=constants.FP8_SPEEDUP.high,
+    launch_s=constants.LAUNCH_S.low,
+    link_factor=constants.NVLINK_FRAC.span[1],
+)
+SLOWEST = Rates(
+    product_frac=constants.PRODUCT_PEAK_FRAC.low,
+    attention_frac=constants.ATTENTION_PEAK_FRAC.low,
+    bandwidth_frac=constants.KERNEL_BANDWIDTH_FRAC.low,
+    fp8_speedup=constants.FP8_SPEEDUP.low,
+    launch_s=constants.LAUNCH_S.high,
+    link_factor=constants.NVLINK_FRAC.span[0],
+)
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateSeconds:
     """One update of a rank."""
 
@@ -50,7 +94,11 @@ class UpdateSeconds:
 
 
 def update_seconds(
-    config: RunConfig, layout: Layout, gpu: Gpu, estimate: RankEstimate
+    config: RunConfig,
+    layout: Layout,
+    gpu: Gpu,
+    estimate: RankEstimate,
+    rates: Rates = LIKELY,
 ) -> UpdateSeconds:
     """Seconds of one update of the estimate's micro-batches.
 
@@ -59,9 +107,10 @@ def update_seconds(
         layout: of its ranks.
         gpu: of each rank.
         estimate: of a rank with all of its layers.
+        rates: of kernels and links.
     """
     work = {key: count for key, count in estimate.work.items() if key[0] in UPDATE_PHASES}
-    kernels = kernel_seconds(work, gpu)
+    kernels = kernel_seconds(work, gpu, rates)
 
     gradients_s = 0.0
     weights_s = 0.0
@@ -70,6 +119,7 @@ def update_seconds(
         if traffic.phase not in UPDATE_PHASES or traffic.backend != "nccl":
             continue
         seconds = traffic_seconds(traffic, config.resources.gpus_per_node, gpu)
+        seconds /= rates.link_factor
         if not traffic.group.startswith("dp"):
             others_s += seconds
         elif traffic.operation.startswith("allgather"):
@@ -100,29 +150,30 @@ def formula_seconds(plan: Plan) -> float:
 
 
 def kernel_seconds(
-    work: Mapping[tuple[str, str, float, float], float], gpu: Gpu
+    work: Mapping[tuple[str, str, float, float], float], gpu: Gpu, rates: Rates = LIKELY
 ) -> dict[str, float]:
     """Seconds of kernels by class.
 
     Args:
         work: number of kernels by (phase, operation, FLOPs, bytes).
         gpu: that runs them.
+        rates: of the kernels.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     for (_phase, operation, flops, num_bytes), count in work.items():
-        memory_s = num_bytes / (gpu.memory_gb_s * _GB * constants.KERNEL_BANDWIDTH_FRAC.value)
+        memory_s = num_bytes / (gpu.memory_gb_s * _GB * rates.bandwidth_frac)
         is_attention = any(name in operation for name in _ATTENTION)
-        frac = constants.ATTENTION_PEAK_FRAC if is_attention else constants.PRODUCT_PEAK_FRAC
-        flops_s = flops / (gpu.bf16_flops_s * frac.value)
+        frac = rates.attention_frac if is_attention else rates.product_frac
+        flops_s = flops / (gpu.bf16_flops_s * frac)
         if operation.endswith(IN_FP8):
-            flops_s /= constants.FP8_SPEEDUP.value
+            flops_s /= rates.fp8_speedup
 
         kind = "memory"
         if flops_s > memory_s:
             kind = "attention" if is_attention else "products"
         busy_s = max(flops_s, memory_s)
         seconds[kind] += count * busy_s
-        seconds["launches"] += count * max(0.0, constants.LAUNCH_S.value - busy_s)
+        seconds["launches"] += count * max(0.0, rates.launch_s - busy_s)
     return dict(seconds)
 
 

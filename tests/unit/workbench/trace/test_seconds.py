@@ -12,6 +12,8 @@ from pacs_megatron.runtime.gpus import GPUS
 from pacs_megatron.workbench.plan.plan import Plan, make_plan
 from pacs_megatron.workbench.trace.estimate import GroupTraffic, RankEstimate
 from pacs_megatron.workbench.trace.seconds import (
+    FASTEST,
+    SLOWEST,
     formula_seconds,
     kernel_seconds,
     traffic_seconds,
@@ -50,6 +52,28 @@ def test_kernels_by_arithmetic_intensity() -> None:
     small_s = 2 * 4096 * 4096 / (0.7 * 4800e9)
     assert seconds["memory"] == pytest.approx(3e9 / (0.7 * 4800e9) + small_s, rel=1e-6)
     assert seconds["launches"] == pytest.approx(100 * 45e-6 + 45e-6 - small_s, rel=1e-6)
+
+
+def test_the_range_of_kernels() -> None:
+    """A product and a sum of 1 GB at the ends of the constants' ranges; a small kernel is a launch
+    of 20 to 70 us.
+    """
+    work = {
+        (PHASE, "te.generic_gemm in fp8", 1e13, 1e8): 1,
+        (PHASE, "te.fused_attn_fwd", 1e12, 1e8): 1,
+        (PHASE, "aten.add.Tensor", 0, 1e9): 1,
+        (PHASE, "aten.neg.default", 0, 0): 1,
+    }
+    fastest = kernel_seconds(work, H200, FASTEST)
+    slowest = kernel_seconds(work, H200, SLOWEST)
+
+    assert fastest["products"] == pytest.approx(1e13 / (0.8 * 989e12 * 1.85))
+    assert slowest["products"] == pytest.approx(1e13 / (0.5 * 989e12 * 1.3))
+    assert fastest["attention"] == pytest.approx(1e12 / (0.52 * 989e12))
+    assert slowest["attention"] == pytest.approx(1e12 / (0.4 * 989e12))
+    assert fastest["memory"] == pytest.approx(1e9 / (0.8 * 4800e9))
+    assert slowest["memory"] == pytest.approx(1e9 / (0.5 * 4800e9))
+    assert (fastest["launches"], slowest["launches"]) == pytest.approx((20e-6, 70e-6))
 
 
 def traffic(operation: str, ranks: tuple[int, ...], num_bytes: float, name: str) -> GroupTraffic:
