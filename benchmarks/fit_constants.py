@@ -29,6 +29,7 @@ from pacs_megatron.models import ModelSpec, read_spec  # noqa: E402
 from pacs_megatron.runtime.gpus import GPUS  # noqa: E402
 from pacs_megatron.workbench.plan import activations, constants, state, timing  # noqa: E402
 from pacs_megatron.workbench.plan.known_models import need_config  # noqa: E402
+from pacs_megatron.workbench.plan.lengths import Lengths  # noqa: E402
 
 Speed = dict[str, Any]
 """figures of one timed model, of `measure_speed` in train_step.py, with `setup` and `gpu`"""
@@ -147,7 +148,8 @@ def planned_seconds(config: RunConfig, spec: ModelSpec, speed: Speed, gpu: str) 
     setup = speed["setup"]
     flops = speed["tflops"] * 1e12 * statistics.median(speed["step_s"])
     if setup["recompute"] == "full":
-        lengths = timing.Lengths(prompt=setup["prompt"], response=0.9 * setup["response"])
+        response = 0.9 * setup["response"]
+        lengths = Lengths(setup["prompt"], response, response, response_of_token=response)
         flops += flops / 3 * timing.recomputed_flops(config, spec, lengths)[0]
     fp8_frac = 0.0
     if config.precision.fp8 is not None:

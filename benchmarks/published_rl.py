@@ -20,11 +20,13 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.published_throughput import CONFIGS  # noqa: E402
 from pacs_megatron.config import RunConfig, load_config  # noqa: E402
+from pacs_megatron.config.checks import max_response_tokens  # noqa: E402
 from pacs_megatron.config.layout import layout_of, ranks_to_start  # noqa: E402
 from pacs_megatron.models import ModelSpec, read_spec  # noqa: E402
 from pacs_megatron.runtime.gpus import GPUS  # noqa: E402
 from pacs_megatron.workbench.plan import memory, timing  # noqa: E402
 from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS  # noqa: E402
+from pacs_megatron.workbench.plan.lengths import Lengths  # noqa: E402
 
 GPU = GPUS["h100"]
 SAMPLES = 2048
@@ -96,7 +98,9 @@ def planned_s(row: Row) -> tuple[float, float, float]:
     spec = spec_of(row)
     layout = layout_of(config, ranks_to_start(config))
     sampling = memory.rollout_memory(config, spec, layout, GPU.memory_bytes)
-    lengths = timing.Lengths(PROMPT_TOKENS, row.tokens - PROMPT_TOKENS)
+    response = row.tokens - PROMPT_TOKENS
+    longest = max_response_tokens(config)
+    lengths = Lengths(PROMPT_TOKENS, response, longest, response_of_token=response)
     phases = timing.step_phases(config, spec, layout, GPU, sampling, lengths)
 
     by_name = {phase.name.split(" (")[0]: phase for phase in phases}

@@ -373,6 +373,12 @@ def _add_checks(verbs: _SubParsers) -> None:
         action="store_true",
         help="with --trace: Megatron-Core's local layers, where Transformer Engine is missing",
     )
+    parser.add_argument(
+        "--lengths",
+        metavar="RUN",
+        help="lengths of the samples of a run's folder, or given ones: "
+        "MEAN_PROMPT:SHORTEST,...,LONGEST with evenly spaced quantiles of responses",
+    )
 
     parser = _add_config_verb(
         verbs, "preflight", "check a run before submission, or inside its job"

@@ -16,6 +16,7 @@ from pacs_megatron.models.shape import shape_problems
 from pacs_megatron.runtime.gpus import GPUS, Gpu
 from pacs_megatron.workbench.plan import constants, memory, state, timing
 from pacs_megatron.workbench.plan.known_models import need_config
+from pacs_megatron.workbench.plan.lengths import Lengths, assumed_lengths
 
 _MAX_MEM_FRACTION = 0.95
 """A larger rollout.servers.mem_fraction is not recommended."""
@@ -32,7 +33,7 @@ class Plan:
     spec: ModelSpec
     layout: Layout
     gpu: Gpu | None
-    lengths: timing.Lengths
+    lengths: Lengths
     stages: tuple[memory.StageMemory, ...]
     rollout: memory.StageMemory | None
     phases: tuple[timing.Phase, ...]
@@ -227,8 +228,15 @@ class Plan:
         return most_elements * state.WIDTH[self.config.precision.dtype] + num_bytes
 
 
-def make_plan(loaded: LoadedConfig) -> Plan:
-    """The plan of a loaded configuration. Raises ConfigError for an invalid layout."""
+def make_plan(loaded: LoadedConfig, lengths: Lengths | None = None) -> Plan:
+    """The plan of a loaded configuration.
+
+    Args:
+        loaded: the configuration.
+        lengths: of the samples; None: assumed ones.
+
+    Raises ConfigError for an invalid layout.
+    """
     config = loaded.config
     spec = read_spec(need_config(config.model.path, loaded.where("model.path")))
 
@@ -236,13 +244,19 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     problems += shape_problems(config, spec, Path(config.model.path).name)
     if problems:
         raise loaded.fail(problems[0])
-    return plan_of(config, spec)
+    return plan_of(config, spec, lengths)
 
 
-def plan_of(config: RunConfig, spec: ModelSpec) -> Plan:
-    """The plan of a configuration with a valid layout."""
+def plan_of(config: RunConfig, spec: ModelSpec, lengths: Lengths | None = None) -> Plan:
+    """The plan of a configuration with a valid layout.
+
+    Args:
+        config: the run.
+        spec: the architecture.
+        lengths: of the samples; None: assumed ones.
+    """
     layout = layout_of(config, ranks_to_start(config))
-    lengths = timing.mean_lengths(config)
+    lengths = lengths or assumed_lengths(config)
     gpu = None
     gpu_bytes = 0.0
     if config.resources.gpu is not None:

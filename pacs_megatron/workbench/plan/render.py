@@ -139,7 +139,7 @@ def _advice(plan: Plan) -> Iterator[str]:
 def _time_lines(plan: Plan) -> list[str]:
     samples = timing.samples_per_step(plan.config)
     lengths = f"{plan.lengths.prompt:.0f} + {plan.lengths.response:.0f} tokens"
-    lines = [f"one step, {samples:,} samples of {lengths} on average (assumed):"]
+    lines = [f"one step, {samples:,} samples of {lengths} on average ({plan.lengths.source}):"]
     for phase in plan.phases:
         flops = f", {phase.flops / 1e15:,.1f} PFLOP" if phase.flops else ""
         note = f" ({phase.note})" if phase.note else ""

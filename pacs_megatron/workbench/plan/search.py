@@ -29,7 +29,7 @@ def search_layouts(plan: Plan) -> list[Plan]:
         raise ConfigError(
             "plan --search compares layouts on GPUs; set resources.gpus_per_node and resources.gpu"
         )
-    plans = [plan_of(config, plan.spec) for config in _candidates(plan)]
+    plans = [plan_of(config, plan.spec, plan.lengths) for config in _candidates(plan)]
     return sorted(plans, key=_rank)
 
 
@@ -92,7 +92,7 @@ def largest_budget(config: RunConfig, plan: Plan) -> int:
     def is_too_large(num_budget_steps: int) -> bool:
         tokens = num_budget_steps * BUDGET_STEP
         larger = _changed(config, "batch", tokens_per_microbatch=tokens)
-        return not plan_of(larger, plan.spec).fits
+        return not plan_of(larger, plan.spec, plan.lengths).fits
 
     average_tokens, most_tokens = groups
     first = math.ceil(average_tokens / BUDGET_STEP)
@@ -115,7 +115,7 @@ def compared_plans(plan: Plan) -> list[Plan]:
         config = _changed(plan.config, "resources", gpu=gpu)
         config = _changed(config, "parallel", recompute=_recompute(config, granularity))
         config = _changed(config, "policy", offload=offload)
-        plans.append(plan_of(config, plan.spec))
+        plans.append(plan_of(config, plan.spec, plan.lengths))
     return plans
 
 

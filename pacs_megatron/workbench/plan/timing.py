@@ -10,7 +10,7 @@ published throughputs (docs/performance.md); they are estimates, not measurement
 import math
 from dataclasses import dataclass, replace
 
-from pacs_megatron.config.checks import max_response_tokens, max_sequence_tokens
+from pacs_megatron.config.checks import max_sequence_tokens
 from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.contracts.layout import Layout
 from pacs_megatron.models import ModelSpec
@@ -21,6 +21,7 @@ from pacs_megatron.runtime.gpus import Gpu
 from pacs_megatron.workbench.plan import constants
 from pacs_megatron.workbench.plan.collectives import data_parallel_sums, export_seconds
 from pacs_megatron.workbench.plan.constants import Constant
+from pacs_megatron.workbench.plan.lengths import Lengths
 from pacs_megatron.workbench.plan.memory import (
     StageMemory,
     kv_bytes_per_token,
@@ -42,18 +43,6 @@ _TAIL_SEQUENCES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Assumed mean lengths in tokens."""
-
-    prompt: float
-    response: float
-
-    @property
-    def total(self) -> float:
-        return self.prompt + self.response
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """One phase of a step."""
 
@@ -69,14 +58,6 @@ class Phase:
     def span_s(self) -> tuple[float, float]:
         """Shortest and longest time."""
         return self.seconds * self.span[0], self.seconds * self.span[1]
-
-
-def mean_lengths(config: RunConfig) -> Lengths:
-    """Mean lengths for the plan, as assumed shares of the limits."""
-    return Lengths(
-        prompt=config.data.max_prompt_tokens * constants.MEAN_PROMPT_FRAC.value,
-        response=max_response_tokens(config) * constants.MEAN_RESPONSE_FRAC.value,
-    )
 
 
 def step_phases(
@@ -163,8 +144,8 @@ def recomputed_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> tu
     Returns:
         The layers' share, and the output layer's.
     """
-    whole = forward_flops(spec, lengths.total, lengths.total, lengths.response)
-    without_head = forward_flops(spec, lengths.total, lengths.total, 0)
+    whole = forward_flops(spec, lengths.total, lengths.total_of_token, lengths.response)
+    without_head = forward_flops(spec, lengths.total, lengths.total_of_token, 0)
     head = whole - without_head
     layers = whole - head
 
@@ -347,7 +328,7 @@ def _fp8_frac(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
     """Share of a run's FLOPs in FP8."""
     if config.precision.fp8 is None:
         return 0.0
-    return linear_frac(spec, 1.0, lengths.total, lengths.response / lengths.total)
+    return linear_frac(spec, 1.0, lengths.total_of_token, lengths.response / lengths.total)
 
 
 def _step_forward_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
@@ -355,7 +336,8 @@ def _step_forward_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) ->
     token.
     """
     samples = samples_per_step(config)
-    return forward_flops(spec, samples * lengths.total, lengths.total, samples * lengths.response)
+    num_tokens = samples * lengths.total
+    return forward_flops(spec, num_tokens, lengths.total_of_token, samples * lengths.response)
 
 
 def _update_flops(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> float:
@@ -412,7 +394,7 @@ def _update_phase(
     critic = 0.0
     if isinstance(config.objective, PpoOptions):
         tokens = samples_per_step(config) * lengths.total
-        critic = forward_flops(spec, tokens, lengths.total, 0)
+        critic = forward_flops(spec, tokens, lengths.total_of_token, 0)
 
     epoch = _update_flops(config, spec, lengths) + 3 * critic
     layers_frac, head_frac = recomputed_flops(config, spec, lengths)
@@ -477,9 +459,9 @@ def _rollout_phase(
     tp = 1 if servers is None else servers.tp
     num_gpus = num_samplers * tp
 
-    # Over its generation a response has half of its tokens on average.
+    # A decoding step finds half of a response's tokens on average; long responses have more steps.
     per_token = kv_bytes_per_token(spec, tp, _sampler_width(config))
-    mean_context = lengths.prompt + lengths.response / 2
+    mean_context = lengths.prompt + lengths.response_of_token / 2
     fit_cache = kv_cache_bytes(sampling) / (per_token * mean_context)
     limit = _max_concurrent(config)
     concurrent = max(1.0, min(fit_cache, limit, samples / num_samplers))
@@ -491,11 +473,11 @@ def _rollout_phase(
     tokens = samples * lengths.response / num_samplers
     steady_s = tokens / concurrent * full_step_s
 
-    # The last round: low concurrency from the mean length to the limit, of which half counts.
+    # The last round: low concurrency from the mean length to the longest, of which half counts.
     weight_bytes = _read_weight_bytes(config, spec, tp, _TAIL_SEQUENCES)
     read_bytes = weight_bytes + per_token * _TAIL_SEQUENCES * mean_context
     tail_step_s = decode_step_s(spec, gpu, tp, read_bytes, _TAIL_SEQUENCES, mean_context)
-    tail_tokens = max(0.0, max_response_tokens(config) - lengths.response)
+    tail_tokens = max(0.0, lengths.longest - lengths.response)
     tail_s = tail_tokens * tail_step_s / 2
 
     # One prefill a prompt: the samples of a prompt share its cache.
@@ -505,7 +487,7 @@ def _rollout_phase(
 
     seconds = steady_s + tail_s + prefill_s
     response_tokens = samples * lengths.response
-    decode_flops = forward_flops(spec, response_tokens, lengths.total, response_tokens)
+    decode_flops = forward_flops(spec, response_tokens, lengths.total_of_token, response_tokens)
     tokens_per_s = response_tokens / seconds / num_gpus
     note = (
         f"{num_samplers} samplers x {concurrent:.0f} sequences, {tokens_per_s:,.0f} tokens/s a GPU"

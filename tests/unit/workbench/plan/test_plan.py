@@ -29,6 +29,7 @@ from pacs_megatron.workbench.plan import (
     timing,
 )
 from pacs_megatron.workbench.plan.known_models import KNOWN_MODELS, find_spec
+from pacs_megatron.workbench.plan.lengths import assumed_lengths
 from pacs_megatron.workbench.plan.plan import make_plan, plan_of
 from pacs_megatron.workbench.plan.search import search_layouts
 from pacs_megatron.workbench.plan.state import num_parameters
@@ -524,7 +525,7 @@ def test_samples_that_admission_may_add_by_hand(options: str, samples: int, word
 
 def test_the_longest_group_has_the_further_samples() -> None:
     config = load_config(BIG, ["admission={resample: {schedule: equal}}"]).config
-    groups = timing.group_tokens(config, timing.mean_lengths(config))
+    groups = timing.group_tokens(config, assumed_lengths(config))
     assert groups is not None
     assert groups[1] == 32 * max_sequence_tokens(config)
 
