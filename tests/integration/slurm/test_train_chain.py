@@ -42,9 +42,12 @@ def test_convert_train_evaluate_by_nemo_run_and_again(
     overrides = ["run.nproc=2", *with_benchmark(tmp_path)]
     jobs = submit_by_nemo_run(slurm, config, *overrides, "--convert", "--evaluate")
     assert list(jobs) == ["convert", "train", "eval"]
-    assert slurm.job(jobs["train"])["Dependency"].startswith("afterok:")
     assert slurm.wait(jobs["eval"])["JobState"] == "COMPLETED"
-    assert [slurm.job(jobs[name])["ExitCode"] for name in jobs] == ["0:0"] * 3
+    ended = {name: slurm.job(job) for name, job in jobs.items()}
+    assert [job["ExitCode"] for job in ended.values()] == ["0:0"] * 3
+    # Times of ISO 8601 in order: each job waited for the one before.
+    assert ended["train"]["StartTime"] >= ended["convert"]["EndTime"]
+    assert ended["eval"]["StartTime"] >= ended["train"]["EndTime"]
     # The trainer read the converted weights, and the first step sees the model that was given.
     assert f"{run_dir}/converted" in (run_dir / "config.yaml").read_text()
     assert (run_dir / "converted" / "certificate.json").is_file()
