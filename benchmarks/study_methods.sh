@@ -7,7 +7,7 @@ folder=$2
 python=${PYTHON:-python}
 mkdir -p "$logs"
 
-methods=benchmarks/study/dars_pacs.yaml
+methods="pacs benchmarks/study/dars_pacs.yaml"
 for name in maxrl dgpo steer ucas vimpo; do
     methods="$methods examples/objectives/$name.yaml"
 done
