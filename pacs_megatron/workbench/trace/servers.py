@@ -12,8 +12,7 @@ from pacs_megatron.config.schema import RunConfig
 from pacs_megatron.models import ModelSpec
 from pacs_megatron.policy.engine import MegatronPolicy
 from pacs_megatron.sglang.api import FRESH_VERSION
-from pacs_megatron.sglang.weights import transports
-from pacs_megatron.sglang.weights.server_sync import ServerSync, server_sync
+from pacs_megatron.sglang.weights import server_sync, transports
 from pacs_megatron.training.push import stream
 
 _URL = "http://traced"
@@ -79,7 +78,7 @@ def send_weights(config: RunConfig, spec: ModelSpec, policy: MegatronPolicy) -> 
         raise error
 
 
-def _receiver(options: Any, spec: ModelSpec, folder: Path) -> ServerSync:
+def _receiver(options: Any, spec: ModelSpec, folder: Path) -> server_sync.ServerSync:
     """The run's own receiver, whose last call to another process is replaced."""
     replaced: Any = transports
     replaced.save_file = lambda _tensors, path: Path(path).touch()
@@ -88,8 +87,9 @@ def _receiver(options: Any, spec: ModelSpec, folder: Path) -> ServerSync:
         "traced", "nccl", _Backend(), None
     )
     # torch's dispatch mode belongs to this thread.
-    replaced.in_thread = _in_this_thread
-    return server_sync(options, spec, folder)
+    for module in (transports, server_sync):
+        module.in_thread = _in_this_thread  # type: ignore[attr-defined]
+    return server_sync.server_sync(options, spec, folder)
 
 
 def _payload(tensors: list[tuple[str, torch.Tensor]]) -> str:

@@ -35,11 +35,11 @@ def test_what_cannot_be_traced(
 
 
 @pytest.mark.parametrize(
-    "options", [{"trace": True, "search": True}, {"trace": True, "compare": True}]
+    ("search", "compare"), [(True, False), (False, True)], ids=["search", "compare"]
 )
-def test_one_layout_at_a_time(options: dict[str, bool]) -> None:
+def test_one_layout_at_a_time(search: bool, compare: bool) -> None:
     with pytest.raises(ConfigError, match="remove --search and --compare"):
-        run_plan(DENSE, [], **options)
+        run_plan(DENSE, [], trace=True, search=search, compare=compare)
 
 
 def test_local_layers_belong_to_the_trace() -> None:
