@@ -9,10 +9,13 @@ _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SERVER_PORTS = range(10_000, 19_000)
 """The ports from 20000 to 31999 are for `MASTER_PORT` of Slurm jobs (environment.job_port)."""
 _ATTEMPTS = 64
+_given: set[int] = set()
+"""by this process: a server that starts binds its port seconds later"""
 
 
 def free_port(host: str, preferred: int = 0) -> int:
-    """`preferred`, or another port if `preferred` has a listener.
+    """`preferred`, or another port if `preferred` has a listener: one that this process has not
+    given before.
 
     The port is below those of Slurm jobs and of outgoing connections, which could use it before a
     slow server binds it.
@@ -25,11 +28,14 @@ def free_port(host: str, preferred: int = 0) -> int:
     ports = _ports_for_servers()
     if ports:
         # Seeded by the system, so that processes of a job choose different ports.
-        candidates += random.SystemRandom().choices(ports, k=_ATTEMPTS)
+        drawn = random.SystemRandom().choices(ports, k=_ATTEMPTS)
+        candidates += [port for port in drawn if port not in _given]
 
     for port in candidates:
         with suppress(OSError):
-            return _bound(host, port)
+            found = _bound(host, port)
+            _given.add(found)
+            return found
     return _bound(host, 0)
 
 

@@ -46,3 +46,12 @@ def test_without_ports_below_the_kernels_the_kernel_chooses(
 def test_an_address_of_another_host_is_an_error() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         free_port("203.0.113.1")
+
+
+def test_no_two_servers_get_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the same start has not bound its port yet when the next one gets its own."""
+    monkeypatch.setattr(ports, "_SERVER_PORTS", range(10_000, 10_400))
+    given = [free_port("127.0.0.1") for _ in range(60)]
+    assert len(set(given)) == 60
+    # A restart keeps its port.
+    assert free_port("127.0.0.1", given[0]) == given[0]
