@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,8 +114,13 @@ def _of_run(folder: Path, config: RunConfig) -> Lengths:
     with report_wait(lambda: f"for the rollouts of {len(files)} steps in {folder}"):
         for _, path in files:
             for record in read_rollouts(path):
-                prompts.append(record["prompt_tokens"])
-                responses.append(record["response_tokens"])
+                prompts.append(_tokens(record, "prompt_tokens", path))
+                responses.append(_tokens(record, "response_tokens", path))
+    if not any(responses):
+        raise ConfigError(
+            f"plan --lengths={folder}: the last {len(files)} steps have no response with a token; "
+            f"expected {_FORM}"
+        )
 
     limit = max_response_tokens(config)
     lens = np.array(responses)
@@ -123,6 +129,17 @@ def _of_run(folder: Path, config: RunConfig) -> Lengths:
     if num_cut:
         source += f", {num_cut / len(lens):.1%} of them cut at {limit} tokens"
     return _of_samples(prompts, np.minimum(lens, limit), source)
+
+
+def _tokens(record: Mapping[str, Any], key: str, path: Path) -> int:
+    """A number of tokens in a rollout file."""
+    value = record.get(key)
+    if not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"plan --lengths: {path} has {key}={value!r} for a sample, expected a number of "
+            "tokens; name another run"
+        )
+    return value
 
 
 def _of_samples(

@@ -411,7 +411,8 @@ _NAMES = (
 
 def replace_kernels(mode: FakeCuda) -> None:
     """Replaces the kernels for the rest of this process; before the first import of Megatron."""
-    import transformer_engine.pytorch  # noqa: F401  # loads the library that transformer_engine_torch needs
+    # Loads the library that transformer_engine_torch needs.
+    import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 

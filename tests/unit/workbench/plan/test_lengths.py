@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pacs_megatron.config import load_config
+from pacs_megatron.errors import ConfigError
 from pacs_megatron.observability.rollout_log import rollout_path
 from pacs_megatron.workbench.plan.lengths import Lengths, assumed_lengths, lengths_from
 from pacs_megatron.workbench.plan.plan import make_plan
@@ -110,3 +111,15 @@ def test_what_lengths_change_in_a_step() -> None:
     head = 5120 * 151936 * mean / length
     added = scores * (uneven.total_of_token / length - 1) / (2 * (matrices + head) + scores)
     assert of_uneven[1] / of_equal[1] - 1 == pytest.approx(added, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [("", "no response with a token"), ("{}\n", "prompt_tokens=None for a sample")],
+)
+def test_rollouts_without_lengths(lines: str, says: str, tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 1)
+    path.parent.mkdir(parents=True)
+    path.write_text(lines)
+    with pytest.raises(ConfigError, match=says):
+        lengths_from(str(tmp_path), LOADED.config)
